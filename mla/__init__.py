@@ -1,0 +1,26 @@
+"""Multi-head Latent Attention (MLA) decode: references, a ladder of kernels, a benchmark and its report.
+
+The names below are loaded on first use, so that `import mla` and `mla.report` need neither torch nor triton.
+"""
+
+from importlib import import_module
+
+_PUBLIC = {
+    "MLAConfig": "mla.config",
+    "PRESETS": "mla.config",
+    "Problem": "mla.problem",
+    "mla_decode": "mla.decode",
+}
+
+__all__ = sorted(_PUBLIC)
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'mla' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__():
+    return __all__

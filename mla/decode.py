@@ -1,0 +1,190 @@
+"""`mla_decode`, the public entry: checks, then the kernel that suits the device."""
+
+import torch
+
+from mla.kernels import ON_INTERPRETER
+from mla.kernels.launch import device_guard
+from mla.kernels.portable import mla_decode_portable
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def mla_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    softmax_scale: float,
+    kv_lora_rank: int = 512,
+    num_splits: int | None = None,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multi-head latent attention for one query token a request, in absorbed form, on a paged latent cache.
+
+    `out = softmax(softmax_scale * q kvᵀ) kv[:, :kv_lora_rank]` over the request's cached rows `kv`.
+
+    Nothing is synchronised with the host and no state is kept, so a call can be captured in a CUDA graph and replayed
+    after q, kv_cache, block_table or seq_lens changed in place, and calls on two streams do not meet. Inside
+    torch.compile the call is the operator `mla::decode`. Scratch is batch_size * num_splits * num_heads *
+    (kv_lora_rank + 1) * 4 bytes, at about one wave of SMs at most 132 * 64 * 513 * 4 bytes (17 MB) on an H200.
+
+    Args:
+        q: (batch_size, num_heads, kv_lora_rank + qk_rope_head_dim), bf16, fp16 or fp32; the query after absorption
+            (`mla.reference.absorb_query`), latent part first. Last dimension contiguous, other strides free.
+        kv_cache: (num_pages, page_size, kv_lora_rank + qk_rope_head_dim), q's dtype; latent part first. Any page_size
+            from 1 up, fastest for multiples of 64. Last dimension contiguous, other strides free. Slots that hold no
+            token may hold anything, NaN included.
+        block_table: (batch_size, max_pages) int32; the page of each run of page_size tokens. Entries past a request's
+            last page are not read. Last dimension contiguous.
+        seq_lens: (batch_size,) int32, contiguous; cached tokens a request, 0 to max_pages * page_size. They are read
+            on the device and not checked; nor are the page ids.
+        softmax_scale: factor on the scores: `MLAConfig.softmax_scale`, which is 192 ** -0.5 for DeepSeek (times
+            mscale squared with YaRN), not the 576 ** -0.5 of the absorbed width.
+        kv_lora_rank: width of the latent part, which is also the value; default 512. It and qk_rope_head_dim are
+            powers of two from 16 up.
+        num_splits: parts that each request is cut into; default: about one wave of SMs. The result does not depend on
+            it beyond rounding.
+        out: (batch_size, num_heads, kv_lora_rank), q's dtype, last dimension contiguous; where to write. Default: a
+            new tensor.
+
+    Returns:
+        out (batch_size, num_heads, kv_lora_rank) in q's dtype, and lse (batch_size, num_heads) fp32, the natural
+        logarithm of the sum of exponentials. A request of length 0 gives 0 and -inf.
+
+    Raises:
+        ValueError: a shape, stride or value is not supported.
+        TypeError: a dtype is not supported.
+        RuntimeError: devices differ or are not supported, or an input requires a gradient.
+
+    Reference: DeepSeek-V2, arXiv 2405.04434, section 2.1.2.
+    """
+    _check(q, kv_cache, block_table, seq_lens, kv_lora_rank, num_splits, out)
+    if torch.compiler.is_compiling():
+        new_out, lse = torch.ops.mla.decode(q, kv_cache, block_table, seq_lens, softmax_scale, kv_lora_rank, num_splits)
+        return (new_out if out is None else out.copy_(new_out)), lse
+    return _decode(q, kv_cache, block_table, seq_lens, softmax_scale, kv_lora_rank, num_splits, out)
+
+
+def _decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    kv_lora_rank: int,
+    num_splits: int | None,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    new_out, lse = _empty_outputs(q, kv_lora_rank)
+    out = new_out if out is None else out
+    if q.shape[0] == 0:
+        return out, lse
+    with device_guard(q.device):
+        return mla_decode_portable(
+            q, kv_cache, block_table, seq_lens, out, lse, softmax_scale=softmax_scale, num_splits=num_splits
+        )
+
+
+def _empty_outputs(q: torch.Tensor, kv_lora_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(*q.shape[:2], kv_lora_rank), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op("mla::decode", mutates_args=())
+def _decode_op(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    kv_lora_rank: int,
+    num_splits: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _decode(q, kv_cache, block_table, seq_lens, softmax_scale, kv_lora_rank, num_splits)
+
+
+@_decode_op.register_fake
+def _(q, kv_cache, block_table, seq_lens, softmax_scale, kv_lora_rank, num_splits):
+    return _empty_outputs(q, kv_lora_rank)
+
+
+def _is_supported_width(n: int) -> bool:
+    return n >= 16 and n & (n - 1) == 0
+
+
+def _check(q, kv_cache, block_table, seq_lens, kv_lora_rank, num_splits, out) -> None:
+    tensors = {"q": q, "kv_cache": kv_cache, "block_table": block_table, "seq_lens": seq_lens}
+    if out is not None:
+        tensors["out"] = out
+
+    dims = {"q": 3, "kv_cache": 3, "block_table": 2, "seq_lens": 1, "out": 3}
+    for name, tensor in tensors.items():
+        if tensor.ndim != dims[name]:
+            raise ValueError(f"{name}: expected {dims[name]} dimensions, got shape {tuple(tensor.shape)}")
+    batch_size, num_heads, width = q.shape
+    if not (_is_supported_width(kv_lora_rank) and _is_supported_width(width - kv_lora_rank)):
+        raise ValueError(
+            f"q: expected a width of kv_lora_rank + qk_rope_head_dim, both powers of two from 16 up, got a width of "
+            f"{width} with kv_lora_rank {kv_lora_rank}; pass kv_lora_rank, or pad the rope part with zeros"
+        )
+    if num_heads < 1:
+        raise ValueError(f"q: expected at least 1 head, got shape {tuple(q.shape)}")
+    if kv_cache.shape[2] != width or kv_cache.shape[1] < 1:
+        raise ValueError(
+            f"kv_cache: expected (num_pages, page_size, {width}) with page_size from 1 up, since q is {width} wide, "
+            f"got {tuple(kv_cache.shape)}"
+        )
+    expected = {
+        "block_table": (batch_size, max(block_table.shape[1], 1)),
+        "seq_lens": (batch_size,),
+        "out": (batch_size, num_heads, kv_lora_rank),
+    }
+    for name, shape in expected.items():
+        if name in tensors and tuple(tensors[name].shape) != shape:
+            raise ValueError(
+                f"{name}: expected shape {shape} for q of shape {tuple(q.shape)}, got {tuple(tensors[name].shape)}"
+            )
+    if num_splits is not None and num_splits < 1:
+        raise ValueError(f"num_splits: expected a positive number or None, got {num_splits}")
+    for name, tensor in tensors.items():
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(
+                f"{name}: expected a contiguous last dimension, got strides {tuple(tensor.stride())}; "
+                f"call .contiguous()"
+            )
+
+    if q.dtype not in _DTYPES:
+        raise TypeError(f"q: expected bfloat16, float16 or float32, got {q.dtype}; convert q and kv_cache")
+    for name in ("kv_cache", "out"):
+        if name in tensors and tensors[name].dtype != q.dtype:
+            raise TypeError(f"{name}: expected q's dtype {q.dtype}, got {tensors[name].dtype}; convert one of them")
+    for name in ("block_table", "seq_lens"):
+        if tensors[name].dtype != torch.int32:
+            raise TypeError(f"{name}: expected torch.int32, got {tensors[name].dtype}; call .int()")
+
+    for name, tensor in tensors.items():
+        if tensor.device != q.device:
+            raise RuntimeError(
+                f"{name}: expected q's device {q.device}, got {tensor.device}; move all tensors to one device"
+            )
+    _check_device(q)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values()):
+        raise RuntimeError(
+            "mla_decode: expected inputs that need no gradient, since decoding has no backward pass, got one with "
+            "requires_grad; call it under torch.no_grad() or detach the inputs"
+        )
+
+
+def _check_device(q: torch.Tensor) -> None:
+    if q.device.type == "cuda":
+        return
+    if q.device.type != "cpu" or not ON_INTERPRETER:
+        raise RuntimeError(
+            f"q: expected a CUDA tensor, got one on {q.device}; move all tensors to the GPU, or set "
+            f"TRITON_INTERPRET=1 before the first import to run on the CPU, slowly"
+        )
+    if q.dtype == torch.bfloat16:
+        raise TypeError(
+            "q: expected float16 or float32 on the CPU, since Triton's interpreter cannot multiply bfloat16, got "
+            "torch.bfloat16; convert q and kv_cache"
+        )

@@ -1,0 +1,226 @@
+"""Rung 5, the portable kernel: split-KV decode on a paged cache, for every GPU that Triton knows.
+
+A program takes up to BLOCK_H heads and one of num_splits runs of a request's tiles. Whole tiles come in through plain
+pointers or, where a tile never straddles two pages, through a TMA descriptor; the last, partial tile always comes
+through masked pointers, so that nothing past a request's end is ever read.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mla.kernels.launch import num_sms
+from mla.kernels.merge import merge_partials
+from mla.kernels.tile import LOG2_E, attend_tile, normalise
+from mla.plan import choose_num_splits
+from mla.problem import Problem
+
+
+@dataclass(frozen=True)
+class PortableConfig:
+    """Tile shape and launch parameters of the portable kernel.
+
+    Args:
+        block_h: heads a program takes, 16 or more.
+        block_n: tokens a tile holds, 16 or more.
+        num_warps, num_stages: Triton's.
+        use_descriptors: load whole tiles by TMA (Hopper and newer).
+        programs_per_sm: programs that share a SM, for the choice of num_splits.
+    """
+
+    block_h: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    use_descriptors: bool = False
+    programs_per_sm: int = 1
+
+
+@triton.jit
+def _load_tile(
+    kv_ptr, latent_desc, rope_desc, block_table_ptr, start, end_token,
+    stride_kv_page, stride_kv_token,
+    BLOCK_N: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    IS_FULL: tl.constexpr, USE_DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """Rows [start, start + BLOCK_N) of one request: latent (BLOCK_N, RANK), k_rope (BLOCK_N, ROPE), is_token."""
+    tokens = start + tl.arange(0, BLOCK_N)
+    is_token = tokens < end_token
+    if IS_FULL and USE_DESCRIPTORS:
+        # the descriptors see the pool as one matrix of num_pages * PAGE_SIZE rows
+        row = tl.load(block_table_ptr + start // PAGE_SIZE) * PAGE_SIZE + start % PAGE_SIZE
+        return latent_desc.load([row, 0]), rope_desc.load([row, RANK]), is_token
+    if IS_FULL and PAGE_SIZE % BLOCK_N == 0:
+        # the whole tile lies in one page
+        page = tl.load(block_table_ptr + start // PAGE_SIZE).to(tl.int64)
+        slots = start % PAGE_SIZE + tl.arange(0, BLOCK_N)
+        rows = kv_ptr + page * stride_kv_page + slots[:, None] * stride_kv_token
+    else:
+        pages = tl.load(block_table_ptr + tokens // PAGE_SIZE, mask=is_token, other=0).to(tl.int64)
+        rows = kv_ptr + (pages * stride_kv_page + (tokens % PAGE_SIZE) * stride_kv_token)[:, None]
+    rank, rope = tl.arange(0, RANK)[None, :], tl.arange(0, ROPE)[None, :]
+    if IS_FULL:
+        return tl.load(rows + rank), tl.load(rows + RANK + rope), is_token
+    latent = tl.load(rows + rank, mask=is_token[:, None], other=0.0)
+    k_rope = tl.load(rows + RANK + rope, mask=is_token[:, None], other=0.0)
+    return latent, k_rope, is_token
+
+
+# not specialised on counts that change from call to call: a new value must not compile the kernel again
+@triton.jit(do_not_specialize=["num_heads", "num_splits"])
+def _mla_decode_portable_kernel(
+    q_ptr, kv_ptr, latent_desc, rope_desc, block_table_ptr, seq_lens_ptr, out_ptr, lse_ptr,
+    num_heads, num_splits, scale_log2,
+    stride_q_batch, stride_q_head, stride_kv_page, stride_kv_token, stride_table_batch,
+    stride_out_batch, stride_out_split, stride_out_head, stride_lse_batch, stride_lse_split,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    USE_DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    # One grid axis, since the others end at 65,535. Neighbouring programs are the head blocks of one part: what one
+    # loads, the next finds in L2.
+    head_blocks = tl.cdiv(num_heads, BLOCK_H)
+    program = tl.program_id(0)
+    heads = (program % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+    split = program // head_blocks % num_splits
+    b = (program // (head_blocks * num_splits)).to(tl.int64)
+    is_head = heads < num_heads
+
+    seq_len = tl.load(seq_lens_ptr + b)
+    # whole tiles, so that only the last part of a request ends inside one
+    split_len = tl.cdiv(tl.cdiv(seq_len, BLOCK_N), num_splits) * BLOCK_N
+    first_token = split * split_len
+    end_token = tl.minimum(first_token + split_len, seq_len)
+    end_of_full = first_token + (tl.maximum(end_token - first_token, 0) // BLOCK_N) * BLOCK_N
+    block_table_ptr += b * stride_table_batch
+
+    rank, rope = tl.arange(0, RANK)[None, :], tl.arange(0, ROPE)[None, :]
+    q_row = q_ptr + b * stride_q_batch + heads[:, None] * stride_q_head
+    q_latent = tl.load(q_row + rank, mask=is_head[:, None], other=0.0)
+    q_rope = tl.load(q_row + RANK + rope, mask=is_head[:, None], other=0.0)
+
+    row_max = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_H,), tl.float32)
+    acc = tl.zeros((BLOCK_H, RANK), tl.float32)
+    for start in range(first_token, end_of_full, BLOCK_N):
+        latent, k_rope, is_token = _load_tile(
+            kv_ptr, latent_desc, rope_desc, block_table_ptr, start, end_token, stride_kv_page, stride_kv_token,
+            BLOCK_N, RANK, ROPE, PAGE_SIZE, True, USE_DESCRIPTORS,
+        )  # fmt: skip
+        row_max, row_sum, acc = attend_tile(
+            q_latent, q_rope, latent, k_rope, is_token, row_max, row_sum, acc, scale_log2, True
+        )
+    if end_of_full < end_token:
+        latent, k_rope, is_token = _load_tile(
+            kv_ptr, latent_desc, rope_desc, block_table_ptr, end_of_full, end_token, stride_kv_page, stride_kv_token,
+            BLOCK_N, RANK, ROPE, PAGE_SIZE, False, USE_DESCRIPTORS,
+        )  # fmt: skip
+        row_max, row_sum, acc = attend_tile(
+            q_latent, q_rope, latent, k_rope, is_token, row_max, row_sum, acc, scale_log2, False
+        )
+
+    out, lse = normalise(row_max, row_sum, acc)
+    out_row = out_ptr + b * stride_out_batch + split * stride_out_split + heads[:, None] * stride_out_head
+    tl.store(out_row + rank, out, mask=is_head[:, None])
+    tl.store(lse_ptr + b * stride_lse_batch + split * stride_lse_split + heads, lse, mask=is_head)
+
+
+def descriptors_fit(kv_cache: torch.Tensor, block_n: int) -> bool:
+    """Whether whole tiles of this cache can be loaded by TMA: a tile never straddles pages, the pool is one matrix."""
+    page_size = kv_cache.shape[1]
+    is_one_matrix = kv_cache.stride() == (page_size * kv_cache.stride(1), kv_cache.stride(1), 1)
+    is_aligned = kv_cache.data_ptr() % 16 == 0 and kv_cache.stride(1) * kv_cache.element_size() % 16 == 0
+    # the descriptor counts rows in 32 bits
+    return page_size % block_n == 0 and is_one_matrix and is_aligned and kv_cache.shape[0] * page_size < 2**31
+
+
+def choose_config(q: torch.Tensor, kv_cache: torch.Tensor, kv_lora_rank: int) -> PortableConfig:
+    """The configuration for a call."""
+    block_h = min(64, max(16, triton.next_power_of_2(q.shape[1])))
+    if q.element_size() == 4:
+        return PortableConfig(16, 16, num_warps=4, num_stages=1)
+    return PortableConfig(block_h, 64, num_warps=8, num_stages=2, use_descriptors=True)
+
+
+def mla_decode_portable(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    softmax_scale: float,
+    config: PortableConfig | None = None,
+    num_splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the portable kernel, and the merge where requests are split; arguments as checked by `mla.mla_decode`.
+
+    Args:
+        q: (batch_size, num_heads, kv_lora_rank + qk_rope_head_dim).
+        kv_cache: (num_pages, page_size, kv_lora_rank + qk_rope_head_dim).
+        block_table: (batch_size, max_pages) int32.
+        seq_lens: (batch_size,) int32.
+        out: (batch_size, num_heads, kv_lora_rank), written; its width says where a cached row's latent part ends.
+        lse: (batch_size, num_heads) fp32, contiguous, written.
+        softmax_scale: factor on the scores.
+        config: tile shape and launch parameters; chosen for the call if None.
+        num_splits: parts a request; chosen to fill about one wave of SMs if None.
+
+    Returns:
+        out and lse.
+    """
+    batch_size, num_heads, width = q.shape
+    page_size, rank = kv_cache.shape[1], out.shape[-1]
+    config = config or choose_config(q, kv_cache, rank)
+    use_descriptors = config.use_descriptors and descriptors_fit(kv_cache, config.block_n)
+    head_blocks = triton.cdiv(num_heads, config.block_h)
+    num_splits = num_splits or choose_num_splits(
+        batch_size,
+        head_blocks,
+        triton.cdiv(block_table.shape[1] * page_size, config.block_n),
+        num_sms(q.device) * config.programs_per_sm,
+    )
+    if num_splits == 1:
+        part_out, part_lse = out[:, None], lse[:, None]
+    else:
+        part_out = q.new_empty(batch_size, num_splits, num_heads, rank, dtype=torch.float32)
+        part_lse = q.new_empty(batch_size, num_splits, num_heads, dtype=torch.float32)
+    latent_desc = rope_desc = None
+    if use_descriptors:
+        rows = kv_cache.view(-1, width)
+        latent_desc = TensorDescriptor.from_tensor(rows, [config.block_n, rank])
+        rope_desc = TensorDescriptor.from_tensor(rows, [config.block_n, width - rank])
+    _mla_decode_portable_kernel[(head_blocks * num_splits * batch_size,)](
+        q, kv_cache, latent_desc, rope_desc, block_table, seq_lens, part_out, part_lse,
+        num_heads, num_splits, softmax_scale * LOG2_E,
+        q.stride(0), q.stride(1), kv_cache.stride(0), kv_cache.stride(1), block_table.stride(0),
+        part_out.stride(0), part_out.stride(1), part_out.stride(2), part_lse.stride(0), part_lse.stride(1),
+        BLOCK_H=config.block_h, BLOCK_N=config.block_n, RANK=rank, ROPE=width - rank, PAGE_SIZE=page_size,
+        USE_DESCRIPTORS=use_descriptors,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return (out, lse) if num_splits == 1 else merge_partials(part_out, part_lse, out, lse)
+
+
+def decode(
+    problem: Problem, config: PortableConfig | None = None, num_splits: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode on the paged cache.
+
+    Args:
+        problem: uses q_absorbed, kv_cache, block_table, seq_lens.
+        config, num_splits: as in `mla_decode_portable`.
+
+    Returns:
+        out (batch_size, num_heads, kv_lora_rank) in the problem's dtype, lse (batch_size, num_heads) fp32.
+    """
+    q = problem.q_absorbed
+    out = q.new_empty(*q.shape[:2], problem.config.kv_lora_rank)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    return mla_decode_portable(
+        q, problem.kv_cache, problem.block_table, problem.seq_lens, out, lse,
+        softmax_scale=problem.softmax_scale, config=config, num_splits=num_splits,
+    )  # fmt: skip

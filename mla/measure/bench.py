@@ -1,0 +1,229 @@
+"""`triton-mla-bench`: check and time MLA decode implementations on this machine's GPU.
+
+By default the 16 shapes with everything that is installed. Each case is checked against the fp32 reference before it
+is timed; a case that fails is reported, kept and not counted.
+"""
+
+import argparse
+import itertools
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from mla.measure import records
+from mla.measure.cases import CPU_CASES, SIXTEEN_SHAPES, Case
+from mla.measure.gate import Verdict
+from mla.measure.implementations import IMPLEMENTATIONS, available
+from mla.measure.subprocesses import gate_in_process, time_in_process
+from mla.measure.worker import TIMERS
+from mla.schema import DECODE_COLUMNS
+
+# Shapes are gated in groups, so that a run that stops between two groups has wasted little.
+_GROUP = 4
+# Gates that share the GPU: they check, they do not time.
+_GATE_JOBS = 4
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="triton-mla-bench", description=__doc__)
+    shapes = parser.add_argument_group("shapes (default: the 16 of the figure)")
+    shapes.add_argument("--batch-size", type=int, nargs="+", metavar="N", help="requests")
+    shapes.add_argument("--context-len", type=int, nargs="+", metavar="N", help="cached tokens a request")
+    shapes.add_argument("--num-heads", type=int, nargs="+", metavar="N", help="query heads")
+    shapes.add_argument("--page-size", type=int, nargs="+", metavar="N", help="tokens a page")
+    shapes.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--implementations", nargs="+", metavar="ID", help=f"of {', '.join(IMPLEMENTATIONS)}")
+    parser.add_argument("--timer", choices=TIMERS, nargs="+", default=list(TIMERS))
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="PATH",
+        help="a CSV file, or a folder for a file named by GPU and date; finished cases in it are skipped",
+    )
+    parser.add_argument(
+        "--time-budget",
+        type=float,
+        default=float("inf"),
+        metavar="S",
+        help="start no further group of shapes after this many seconds",
+    )
+    parser.add_argument("--gate-timeout", type=float, default=180.0, metavar="S", help="limit of one check")
+    parser.add_argument("--time-timeout", type=float, default=300.0, metavar="S", help="limit of timing one shape")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--check", action="store_true", help="only check; without a GPU on Triton's interpreter")
+    return parser
+
+
+def _cases(args: argparse.Namespace) -> list[Case]:
+    given = {k: getattr(args, k) for k in ("batch_size", "context_len", "num_heads", "page_size")}
+    if args.check and not torch.cuda.is_available() and not any(given.values()):
+        return list(CPU_CASES)
+    defaults = {k: sorted({getattr(c, k) for c in SIXTEEN_SHAPES}) for k in given}
+    values = [given[k] or defaults[k] for k in given]
+    return [replace(Case(*v), dtype=args.dtype) for v in itertools.product(*values)]
+
+
+def _progress(total: int):
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(total=total, file=sys.stderr, unit="case", dynamic_ncols=True)
+
+
+class _Progress:
+    """A bar on stderr; where tqdm is not installed, a line a step."""
+
+    def __init__(self, total: int):
+        self._bar = _progress(total)
+
+    def step(self, text: str) -> None:
+        if self._bar is None:
+            print(text, file=sys.stderr, flush=True)
+            return
+        self._bar.set_postfix_str(text)
+        self._bar.update()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def gate_group(
+    cases: list[Case], names: list[str], device: str, args: argparse.Namespace, progress: _Progress
+) -> dict[tuple[str, Case], Verdict]:
+    """Check every implementation on every case; those that need the GPU to themselves come last, one by one."""
+
+    def gate(name: str) -> list[tuple[tuple[str, Case], Verdict]]:
+        found = []
+        for case, verdict in gate_in_process(name, cases, device=device, seed=args.seed, timeout_s=args.gate_timeout):
+            found.append(((name, case), verdict))
+            progress.step(f"check {name} {case.name}: {verdict.status[:60]}")
+        return found
+
+    shared = [n for n in names if not IMPLEMENTATIONS[n].is_exclusive]
+    exclusive = [n for n in names if IMPLEMENTATIONS[n].is_exclusive]
+    with ThreadPoolExecutor(_GATE_JOBS) as pool:
+        results = list(pool.map(gate, shared))
+    return dict(itertools.chain(*results, *map(gate, exclusive)))
+
+
+def _row(case: Case, name: str, timer: str, verdict: Verdict, timing: dict[str, object], run_id: str) -> dict:
+    columns = {
+        **case.to_columns(),
+        "implementation": name,
+        "timer": timer,
+        "l2_state": "cold",
+        "bytes_moved": case.bytes_moved,
+        "flops": case.flops,
+        "rel_err": None if verdict.rel_err is None else f"{verdict.rel_err:.3e}",
+        "passed": verdict.passed,
+        "status": verdict.status,
+        "run_id": run_id,
+    }
+    return {**dict.fromkeys(DECODE_COLUMNS), **columns, **timing}
+
+
+def _print_rows(rows: list[dict[str, object]]) -> None:
+    for row in rows:
+        head = f"{row['implementation']:22} b{row['batch_size']:<4} n{row['context_len']:<7} h{row['num_heads']:<4} "
+        if row["status"] != "ok":
+            print(f"{head}{row['timer']:10} {row['status']}", flush=True)
+            continue
+        us = float(row["latency_us_p50"])
+        tflops, gbps = row["flops"] / us / 1e6, row["bytes_moved"] / us / 1e3
+        print(
+            f"{head}{row['timer']:10} {us / 1e3:9.4f} ms [{float(row['latency_us_p20']) / 1e3:.4f}, "
+            f"{float(row['latency_us_p80']) / 1e3:.4f}]  {tflops:6.1f} TFLOPS ({tflops / row['matmul_tflops']:4.0%} of "
+            f"matmul)  {gbps:6.0f} GB/s ({gbps / row['read_gbps']:4.0%} of read)",
+            flush=True,
+        )
+
+
+def run_benchmark(args: argparse.Namespace, command: list[str]) -> int:
+    """Gate and time, group by group; returns the number of rows that failed."""
+    names = list(available(args.implementations, has_gpu=True))
+    path = args.output and records.output_path(args.output, "decode")
+    run_id = records.start_run(path, command, args.seed) if path else "not-kept"
+    keys = [c for c in DECODE_COLUMNS if c in ("implementation", *Case(1, 1).to_columns(), "timer")]
+    done = {tuple(row[k] for k in keys) for row in (records.read_rows(path) if path else ())}
+
+    def is_done(case: Case, name: str, timer: str) -> bool:
+        columns = {**case.to_columns(), "implementation": name, "timer": timer}
+        return tuple(str(columns[k]) for k in keys) in done
+
+    todo = {
+        case: pending
+        for case in _cases(args)
+        if (pending := [n for n in names if not all(is_done(case, n, t) for t in args.timer)])
+    }
+    begin, num_failed = time.monotonic(), 0
+    progress = _Progress(sum(len(pending) + 1 for pending in todo.values()))
+    for group in _batched(list(todo), _GROUP):
+        if time.monotonic() - begin > args.time_budget:
+            print("time budget spent: run the same command again to go on", file=sys.stderr)
+            break
+        pending = [n for n in names if any(n in todo[c] for c in group)]
+        verdicts = gate_group(list(group), pending, "cuda", args, progress)
+        for case in group:
+            contestants = [n for n in pending if verdicts[n, case].passed]
+            timings = time_in_process(case, contestants, timers=args.timer, seed=args.seed, timeout_s=args.time_timeout)
+            by_key = {(t.pop("implementation"), t.pop("timer")): t for t in timings}
+            rows = [
+                _row(case, n, timer, verdicts[n, case], by_key.get((n, timer), {}), run_id)
+                for n in pending
+                for timer in args.timer
+            ]
+            num_failed += sum(str(row["status"]).startswith("failed") for row in rows)
+            if path:
+                records.append_rows(path, DECODE_COLUMNS, rows)
+            progress.step(f"time {case.name}")
+            _print_rows(rows)
+    progress.close()
+    return num_failed
+
+
+def _batched(items: list, size: int):
+    return (items[i : i + size] for i in range(0, len(items), size))
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """Only the gate; returns the number of cases that failed."""
+    has_gpu = torch.cuda.is_available()
+    names, cases = list(available(args.implementations, has_gpu)), _cases(args)
+    progress = _Progress(len(names) * len(cases))
+    verdicts = gate_group(cases, names, "cuda" if has_gpu else "cpu", args, progress)
+    progress.close()
+    for (name, case), verdict in verdicts.items():
+        error = "" if verdict.rel_err is None else f"  relative error {verdict.rel_err:.2e}"
+        print(f"{name:22} {case.name:18} page {case.page_size:<4} {case.dtype}  {verdict.status}{error}")
+    return sum(not v.passed for v in verdicts.values())
+
+
+def main(argv: list[str] | None = None) -> None:
+    command = sys.argv[1:] if argv is None else argv
+    if command[:1] == ["tune"]:
+        from mla.measure import tune
+
+        sys.exit(tune.main(command[1:]))
+    parser = _parser()
+    args = parser.parse_args(command)
+    try:
+        if args.check:
+            sys.exit(1 if run_check(args) else 0)
+        if not torch.cuda.is_available():
+            sys.exit(
+                "triton-mla-bench: no CUDA GPU here, so nothing can be timed; --check runs the correctness gate on "
+                "Triton's interpreter"
+            )
+        sys.exit(1 if run_benchmark(args, command) else 0)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

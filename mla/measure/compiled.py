@@ -1,0 +1,124 @@
+"""What the compiler makes of each kernel for sm_90, read without a GPU: `python -m mla.measure.compiled`.
+
+Prints a JSON list, one entry a kernel and configuration: registers a thread, spilled bytes, shared memory and counts of
+the instructions that matter (HGMMA: tensor cores of Hopper; UTMALDG: TMA loads).
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+# The interpreter replaces kernels by Python functions, of which nothing could be compiled.
+os.environ["TRITON_INTERPRET"] = "0"
+os.environ["TRITON_ALWAYS_COMPILE"] = "1"
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mla.kernels import merge, portable
+from mla.stages import online_softmax, split_kv
+
+_TARGET = GPUTarget("cuda", 90, 32)
+# What a thread block can have on Hopper.
+MAX_SHARED_BYTES = 232_448
+_INSTRUCTIONS = {"HGMMA": r"\bHGMMA", "UTMALDG": r"\bUTMALDG", "LDGSTS": r"\bLDGSTS", "spill": r"\b(?:LDL|STL)\b"}
+
+
+def inspect_kernel(kernel, signature: dict[str, str], constants: dict[str, object], **options) -> dict[str, object]:
+    """Compile one kernel for sm_90 and read its resources.
+
+    Args:
+        kernel: a @triton.jit function.
+        signature: Triton type of each run-time argument, such as "*bf16", "i32" or "fp32".
+        constants: values of the remaining arguments.
+        options: num_warps, num_stages.
+
+    Returns:
+        registers, spilled_bytes, shared_bytes, and a count for each name in `_INSTRUCTIONS`.
+    """
+    names = kernel.arg_names
+    types = {name: signature.get(name, "constexpr") for name in names}
+    constexprs = {(names.index(name),): value for name, value in constants.items()}
+    # pointers and strides are multiples of 16, as torch's allocator and the 576-wide rows make them
+    divisible = [n for n in names if types[n].startswith("*") or n.startswith("stride_")]
+    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in divisible if types[n] != "constexpr"}
+    source = ASTSource(fn=kernel, signature=types, constexprs=constexprs, attrs=attributes)
+    compiled = triton.compile(source, target=_TARGET, options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage = _run_tool("cuobjdump", "-res-usage", str(cubin))
+        sass = _run_tool("nvdisasm", "-c", str(cubin))
+    return {
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "spilled_bytes": int(re.search(r"LOCAL:(\d+)", usage)[1]) + int(re.search(r"STACK:(\d+)", usage)[1]),
+        "shared_bytes": compiled.metadata.shared,
+        **{name: len(re.findall(pattern, sass)) for name, pattern in _INSTRUCTIONS.items()},
+    }
+
+
+def _run_tool(tool: str, *arguments: str) -> str:
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _types(kernel, dtype: str, partial: bool) -> dict[str, str]:
+    """Triton types of a decode kernel's run-time arguments, by the names that our kernels share."""
+    floats = {"q_ptr": dtype, "kv_ptr": dtype, "out_ptr": "fp32" if partial else dtype, "lse_ptr": "fp32"}
+    floats |= {"partial_out_ptr": "fp32", "partial_lse_ptr": "fp32"}
+    types = {}
+    for name in kernel.arg_names:
+        if name in floats:
+            types[name] = f"*{floats[name]}"
+        elif name in ("block_table_ptr", "seq_lens_ptr"):
+            types[name] = "*i32"
+        elif name == "scale_log2":
+            types[name] = "fp32"
+        elif name.startswith(("stride_", "num_")):
+            types[name] = "i32"
+    return types
+
+
+def inspect_portable(config: portable.PortableConfig, dtype: str = "bf16", page_size: int = 64) -> dict[str, object]:
+    """`inspect_kernel` of the portable kernel in one configuration, at 512 + 64."""
+    kernel = portable._mla_decode_portable_kernel
+    types = _types(kernel, dtype, partial=True)
+    constants = dict(
+        BLOCK_H=config.block_h, BLOCK_N=config.block_n, RANK=512, ROPE=64, PAGE_SIZE=page_size,
+        USE_DESCRIPTORS=config.use_descriptors,
+    )  # fmt: skip
+    if config.use_descriptors:
+        types |= {
+            f"{n}_desc": f"tensordesc<{dtype}[{config.block_n}, {w}]>" for n, w in (("latent", 512), ("rope", 64))
+        }
+    else:
+        constants |= {"latent_desc": None, "rope_desc": None}
+    return inspect_kernel(kernel, types, constants, num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+def inspect_all(dtype: str = "bf16") -> list[dict[str, object]]:
+    """Every kernel in every configuration that the package launches at 512 + 64 with 16-bit inputs."""
+    rung = dict(BLOCK_H=64, BLOCK_N=online_softmax.BLOCK_N, RANK=512, ROPE=64)
+    report = []
+    for kernel in (online_softmax._mla_decode_online_softmax_kernel, split_kv._mla_decode_split_kv_kernel):
+        facts = inspect_kernel(
+            kernel, _types(kernel, dtype, partial=False), rung, num_warps=online_softmax.NUM_WARPS, num_stages=1
+        )
+        report.append({"kernel": kernel.__name__, "config": "", **facts})
+    for config in portable.CONFIGS:
+        report.append({"kernel": "portable", "config": repr(config), **inspect_portable(config, dtype)})
+    kernel = merge._merge_kernel
+    facts = inspect_kernel(
+        kernel, {**_types(kernel, dtype, partial=False)}, dict(RANK=512, SPLITS=8, CHUNK=8), num_warps=4
+    )
+    report.append({"kernel": "merge", "config": "", **facts})
+    return report
+
+
+if __name__ == "__main__":
+    json.dump(inspect_all(*sys.argv[1:]), sys.stdout, indent=1)

@@ -1,0 +1,150 @@
+"""The correctness gate: an implementation's result against the fp32 reference, before anything is timed.
+
+As a process (`python -m mla.measure.gate NAME`, cases as JSON lines on stdin) it answers one JSON line a case, so that
+a hang or a crash costs its caller one implementation.
+"""
+
+import gc
+import json
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from mla.measure.cases import Case, draw_problems
+from mla.measure.implementations import IMPLEMENTATIONS, Implementation
+from mla.problem import Problem
+from mla.reference import absorb_query, absorbed_reference, naive_reference, project_values
+
+LSE_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the gate found.
+
+    Args:
+        rel_err: largest relative error of a request, Frobenius norm; None where nothing came out.
+        passed: whether out and lse are within their bounds.
+        status: "ok", "out_of_memory" or "failed: <reason>".
+    """
+
+    rel_err: float | None
+    passed: bool
+    status: str
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest `|got - expected| / |expected|` over the requests (dimension 0), Frobenius norm; NaN stays NaN."""
+    difference = (got.to(expected.dtype) - expected).flatten(1).norm(dim=1)
+    size = expected.flatten(1).norm(dim=1)
+    # a request of length 0 has to give exactly 0
+    return torch.where(size > 0, difference / size, difference.where(difference == 0, torch.inf)).max().item()
+
+
+def _references(problem: Problem, rounds_scores: bool, is_per_head: bool):
+    """(out, lse) of the reference in fp32 (or wider), and again with intermediates rounded to the problem's dtype."""
+    dtype = problem.q_absorbed.dtype
+    working = torch.promote_types(dtype, torch.float32)
+    p, scale = problem, problem.softmax_scale
+    if is_per_head:
+        inputs = (p.q_nope, p.q_pe, p.kv, p.w_uk, p.w_uv, p.seq_lens)
+        # the same function as the naive form, of which a large case's keys would not fit
+        q = absorb_query(*(x.to(working) for x in (p.q_nope, p.q_pe, p.w_uk)))
+        out, lse = absorbed_reference(
+            q, p.kv, p.seq_lens, softmax_scale=scale, kv_lora_rank=p.config.kv_lora_rank, compute_dtype=working
+        )
+        exact = (project_values(out, p.w_uv.to(working)), lse)
+        return exact, naive_reference(*inputs, softmax_scale=scale, compute_dtype=working, round_to=dtype)
+    exact, rounded = (
+        absorbed_reference(
+            p.q_absorbed,
+            p.kv,
+            p.seq_lens,
+            softmax_scale=scale,
+            kv_lora_rank=p.config.kv_lora_rank,
+            compute_dtype=working,
+            **options,
+        )
+        for options in ({}, dict(round_to=dtype, round_scores=rounds_scores))
+    )
+    return exact, rounded
+
+
+def check_result(
+    out: torch.Tensor, lse: torch.Tensor | None, problem: Problem, *, rounds_scores: bool, is_per_head: bool
+) -> Verdict:
+    """Hold a result against the reference.
+
+    The bound on out is twice the error that the reference itself has when its probabilities and its output (and its
+    scores, where `rounds_scores`) are rounded to the problem's dtype, plus one rounding of that dtype; lse must be
+    within 1e-4 of the reference, relative above 1, plus twice what rounding the scores does to it.
+
+    Args:
+        out: (batch_size, num_heads, kv_lora_rank), or v_head_dim wide where is_per_head.
+        lse: (batch_size, num_heads), natural logarithm, or None where the implementation has none.
+        problem: what was solved.
+        rounds_scores, is_per_head: as in `Implementation`.
+    """
+    dtype = problem.q_absorbed.dtype
+    (expected, expected_lse), (rounded, rounded_lse) = _references(problem, rounds_scores, is_per_head)
+    error = relative_error(out, expected)
+    bound = 2 * relative_error(rounded, expected) + torch.finfo(dtype).eps
+    if not error <= bound:
+        return Verdict(error, False, f"failed: relative error of out {error:.2e} is above its bound {bound:.2e}")
+    if lse is not None:
+        is_empty = torch.isinf(expected_lse)
+        if not torch.isinf(lse[is_empty]).all():
+            return Verdict(error, False, "failed: lse of an empty request is not infinite")
+        x, y, r = (t[~is_empty].double() for t in (lse, expected_lse, rounded_lse))
+        scale = y.abs().clamp(min=1.0)
+        lse_error = ((x - y).abs() / scale).max().item() if len(x) else 0.0
+        lse_bound = LSE_TOLERANCE + (2 * ((r - y).abs() / scale).max().item() if rounds_scores and len(x) else 0.0)
+        if not lse_error <= lse_bound:
+            return Verdict(error, False, f"failed: error of lse {lse_error:.2e} is above its bound {lse_bound:.2e}")
+    return Verdict(error, True, "ok")
+
+
+def check_case(implementation: Implementation, problems: list[Problem]) -> Verdict:
+    """Run an implementation once on each problem and check the first and the last result."""
+    try:
+        calls = implementation.prepare(problems).calls
+        verdicts = []
+        for i in sorted({0, len(problems) - 1}):
+            out, lse = calls[i]()
+            lse = None if lse is None else lse * implementation.lse_factor
+            verdicts.append(
+                check_result(
+                    out,
+                    lse,
+                    problems[i],
+                    rounds_scores=implementation.rounds_scores,
+                    is_per_head=implementation.is_per_head,
+                )
+            )
+            del out, lse
+    except torch.OutOfMemoryError:
+        return Verdict(None, False, "out_of_memory")
+    except Exception as error:  # whatever a contestant does is its result, not our crash
+        return Verdict(None, False, f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    return max(verdicts, key=lambda v: (not v.passed, v.rel_err))
+
+
+def main() -> None:
+    implementation = IMPLEMENTATIONS[sys.argv[1]]
+    device, seed = sys.argv[2], int(sys.argv[3])
+    with torch.inference_mode():
+        for line in sys.stdin:
+            case = Case(**json.loads(line))
+            # two sets are enough to see that a result belongs to its own inputs
+            problems = draw_problems(case, device, seed, at_most=2)
+            verdict = check_case(implementation, problems)
+            del problems
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+            print(json.dumps(verdict.__dict__), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Everything that is compared, under the id it has in data/: each makes calls from problems.
+
+An implementation prepares whatever a decode step would find ready (compiled code, the work plan that the layers of a
+step share) and returns one call a problem. A call gives (out, lse), lse None where it computes none.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from mla.kernels import portable
+from mla.measure import peers
+from mla.problem import Problem
+from mla.stages import absorbed, naive, online_softmax, split_kv
+
+LN_2 = math.log(2.0)
+
+Call = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What an implementation made of a list of problems.
+
+    Args:
+        calls: one a problem.
+        plan: makes the work plan of one problem, where that is a step of its own; timed by itself.
+        plan_decodes: whether `plan` runs a decode as well, whose time then has to be taken off.
+    """
+
+    calls: list[Call]
+    plan: Callable[[], object] | None = None
+    plan_decodes: bool = False
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One contestant.
+
+    Args:
+        prepare: problems of one case -> Prepared.
+        rounds_scores: its scores leave a matrix product in 16 bits, which the error bound then allows for.
+        is_per_head: out is (batch_size, num_heads, v_head_dim), not the attended latent.
+        is_exclusive: its gate must have the GPU to itself (autotuning, or memory near the limit).
+        needs_gpu: cannot run on the interpreter.
+        lse_factor: what turns its lse into the natural logarithm.
+        version: of the peer's package, or None where it is not installed; "" for our own.
+    """
+
+    prepare: Callable[[list[Problem]], Prepared]
+    rounds_scores: bool = False
+    is_per_head: bool = False
+    is_exclusive: bool = False
+    needs_gpu: bool = False
+    lse_factor: float = 1.0
+    version: Callable[[], str | None] = field(default=lambda: "")
+
+
+def _each(decode: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[[list[Problem]], Prepared]:
+    return lambda problems: Prepared([lambda p=p: decode(p) for p in problems])
+
+
+def _require_equal_lengths(problems: list[Problem]) -> None:
+    if any(p.has_unused_rows for p in problems):
+        raise ValueError("torch.compile baselines: expected requests of equal length, got ragged ones")
+
+
+def _torch_compile(problems: list[Problem]) -> Prepared:
+    """The stronger opponent: two matrix products on a contiguous cache, which needs no copy."""
+    _require_equal_lengths(problems)
+    config, scale = problems[0].config, problems[0].softmax_scale
+
+    # CUDA graphs are left to the harness: torch.compile's own would copy inputs of several GB into place
+    @torch.compile(mode="max-autotune-no-cudagraphs", fullgraph=True, dynamic=False)
+    def attend(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return absorbed.attend(q, kv, scale, config.kv_lora_rank)[0]
+
+    return Prepared([lambda p=p: (attend(p.q_absorbed, p.kv), None) for p in problems])
+
+
+def _torch_compile_paged(problems: list[Problem]) -> Prepared:
+    """The like-for-like opponent: the paged cache that the kernels read, gathered, then the same."""
+    _require_equal_lengths(problems)
+    config, scale = problems[0].config, problems[0].softmax_scale
+    context_len = problems[0].kv.shape[1]
+
+    @torch.compile(mode="max-autotune-no-cudagraphs", fullgraph=True, dynamic=False)
+    def attend(q: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
+        kv = kv_cache[block_table].flatten(1, 2)[:, :context_len]
+        return absorbed.attend(q, kv, scale, config.kv_lora_rank)[0]
+
+    return Prepared([lambda p=p: (attend(p.q_absorbed, p.kv_cache, p.block_table), None) for p in problems])
+
+
+def _flashmla(problems: list[Problem]) -> Prepared:
+    # all problems of a case have the same lengths, so one plan serves them
+    plan = peers.flashmla_plan_and_decode(problems[0])
+    return Prepared(
+        [lambda p=p: peers.flashmla_decode(p, plan) for p in problems],
+        plan=lambda: peers.flashmla_plan_and_decode(problems[0]),
+        plan_decodes=True,
+    )
+
+
+def _flashinfer(backend: str) -> Callable[[list[Problem]], Prepared]:
+    def prepare(problems: list[Problem]) -> Prepared:
+        wrappers = [peers.flashinfer_plan(p, backend) for p in problems]
+        return Prepared(
+            [lambda p=p, w=w: peers.flashinfer_decode(p, w) for p, w in zip(problems, wrappers, strict=True)],
+            plan=lambda: peers.flashinfer_replan(problems[0], wrappers[0]),
+        )
+
+    return prepare
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "naive": Implementation(_each(naive.decode), rounds_scores=True, is_per_head=True, is_exclusive=True),
+    "absorbed": Implementation(_each(absorbed.decode), rounds_scores=True),
+    "torch_compile": Implementation(_torch_compile, rounds_scores=True, is_exclusive=True, needs_gpu=True),
+    "torch_compile_paged": Implementation(_torch_compile_paged, rounds_scores=True, is_exclusive=True, needs_gpu=True),
+    "online_softmax": Implementation(_each(online_softmax.decode)),
+    "split_kv": Implementation(_each(split_kv.decode)),
+    "portable": Implementation(_each(portable.decode)),
+    "flashmla": Implementation(_flashmla, needs_gpu=True, version=peers.flashmla_version),
+    "flashinfer_fa3": Implementation(
+        _flashinfer("fa3"), needs_gpu=True, lse_factor=LN_2, version=peers.flashinfer_version
+    ),
+    "flashinfer_fa2": Implementation(
+        _flashinfer("fa2"), needs_gpu=True, lse_factor=LN_2, version=peers.flashinfer_version
+    ),
+}
+
+
+def available(names: list[str] | None, has_gpu: bool) -> dict[str, Implementation]:
+    """The implementations that can run here.
+
+    Args:
+        names: those asked for; all if None.
+        has_gpu: whether a CUDA GPU is there.
+
+    Raises:
+        ValueError: a name is unknown, or was asked for by name and cannot run here.
+    """
+    chosen = {}
+    for name in names or IMPLEMENTATIONS:
+        if name not in IMPLEMENTATIONS:
+            raise ValueError(f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
+        implementation = IMPLEMENTATIONS[name]
+        lacks = "a CUDA GPU" if implementation.needs_gpu and not has_gpu else ""
+        if not lacks and implementation.version() is None:
+            lacks = "its package: pip install 'triton-mla[peers]'"
+        if not lacks:
+            chosen[name] = implementation
+        elif names:
+            raise ValueError(f"{name}: expected to be runnable here, but it lacks {lacks}")
+    return chosen

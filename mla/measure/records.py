@@ -1,0 +1,59 @@
+"""Data files: rows appended to a CSV, the run recorded in the JSON sidecar of the same stem."""
+
+import csv
+import json
+from pathlib import Path
+
+import torch
+
+from mla.measure import provenance
+from mla.measure.implementations import IMPLEMENTATIONS
+
+
+def output_path(given: Path, kind: str) -> Path:
+    """The file itself if `given` ends in .csv, else `<given>/<kind>_<gpu>_<date>.csv` for this machine and day."""
+    if given.suffix == ".csv":
+        return given
+    gpu = provenance.gpu_name(torch.cuda.get_device_name())
+    return given / f"{kind}_{gpu}_{provenance.utc_now()[:10]}.csv"
+
+
+def start_run(path: Path, command: list[str], seed: int) -> str:
+    """Add this run to the sidecar, written anew if it is the first; returns the run's id."""
+    sidecar = path.with_suffix(".json")
+    content = (
+        json.loads(sidecar.read_text()) if sidecar.exists() else {**provenance.machine(), "seed": seed, "runs": []}
+    )
+    run_id = f"{path.stem}-{len(content['runs']) + 1}"
+    content["runs"].append(
+        {
+            "run_id": run_id,
+            "command": " ".join(["triton-mla-bench", *command]),
+            **provenance.git_state(),
+            "date_utc": provenance.utc_now(),
+            "clocks": provenance.clocks(),
+            "peers": {name: i.version() for name, i in IMPLEMENTATIONS.items() if i.version()},
+        }
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sidecar.write_text(json.dumps(content, indent=2) + "\n")
+    return run_id
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file, none where it does not exist."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def append_rows(path: Path, columns: tuple[str, ...], rows: list[dict[str, object]]) -> None:
+    """Append rows; a new file gets its header first. A row with an unknown column is a ValueError."""
+    is_new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)

@@ -1,0 +1,87 @@
+"""Times one case: `python -m mla.measure.worker`, a JSON request on stdin, a JSON list of rows on stdout.
+
+A process a shape: nothing that one shape leaves behind (memory, compiled code, a broken context) meets the next.
+"""
+
+import gc
+import json
+import random
+import sys
+
+import torch
+
+from mla.measure import timing
+from mla.measure.cases import Case, draw_problems
+from mla.measure.implementations import IMPLEMENTATIONS, Prepared
+
+TIMERS = ("cuda_graph", "eager")
+
+
+def _plan_us(prepared: Prepared) -> float | None:
+    if prepared.plan is None:
+        return None
+    planned = timing.host_us(prepared.plan)
+    return round(planned - (timing.host_us(prepared.calls[0]) if prepared.plan_decodes else 0.0), 3)
+
+
+def _stretches(prepared: dict[str, Prepared], timer: str) -> tuple[dict[str, timing.Stretch], dict[str, str]]:
+    """What can be timed, and why the rest cannot."""
+    stretches, failures = {}, {}
+    pool = torch.cuda.graph_pool_handle()
+    for name, contestant in prepared.items():
+        gc.collect()
+        torch.cuda.empty_cache()
+        try:
+            if timer == "eager":
+                stretches[name] = timing.eager_stretch(contestant.calls)
+            else:
+                stretches[name] = timing.graph_stretch(contestant.calls, pool)
+        except torch.OutOfMemoryError:
+            failures[name] = "out_of_memory"
+        except RuntimeError as error:
+            failures[name] = f"failed: {' '.join(str(error).split())[:200]}"
+    return stretches, failures
+
+
+def time_case(case: Case, names: list[str], timers: list[str], seed: int) -> list[dict[str, object]]:
+    """One row for every implementation and timer, without the gate's columns."""
+    problems = draw_problems(case, "cuda", seed)
+    prepared, not_prepared = {}, {}
+    for name in names:
+        try:
+            prepared[name] = IMPLEMENTATIONS[name].prepare(problems)
+        except torch.OutOfMemoryError:
+            not_prepared[name] = "out_of_memory"
+    plans = {name: _plan_us(p) for name, p in prepared.items()}
+    ceilings = timing.ceiling_stretches(seed)
+    rng = random.Random(seed)
+    rows = []
+    for timer in timers:
+        stretches, failures = _stretches(prepared, timer)
+        times = timing.time_in_rounds({**stretches, **ceilings}, rng)
+        measured = {
+            "matmul_tflops": round(
+                timing.matmul_tflops(timing.quantiles_us(times["matmul"])["latency_us_p50"] / 1e3), 2
+            ),
+            "read_gbps": round(timing.read_gbps(timing.quantiles_us(times["read"])["latency_us_p50"] / 1e3), 2),
+        }
+        for name in names:
+            row = {"implementation": name, "timer": timer, "plan_us": plans.get(name), **measured}
+            if name in stretches:
+                row |= {"status": "ok", "repeats": len(times[name]), **timing.quantiles_us(times[name])}
+            else:
+                row |= {"status": {**not_prepared, **failures}[name]}
+            rows.append(row)
+        del stretches
+    return rows
+
+
+def main() -> None:
+    request = json.load(sys.stdin)
+    with torch.inference_mode():
+        rows = time_case(Case(**request["case"]), request["names"], request["timers"], request["seed"])
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -107,7 +107,11 @@ def inspect_all(dtype: str = "bf16") -> list[dict[str, object]]:
     report = []
     for kernel in (online_softmax._mla_decode_online_softmax_kernel, split_kv._mla_decode_split_kv_kernel):
         facts = inspect_kernel(
-            kernel, _types(kernel, dtype, partial=False), rung, num_warps=online_softmax.NUM_WARPS, num_stages=1
+            kernel,
+            _types(kernel, dtype, partial=False),
+            rung,
+            num_warps=online_softmax.NUM_WARPS,
+            num_stages=online_softmax.NUM_STAGES,
         )
         report.append({"kernel": kernel.__name__, "config": "", **facts})
     for config in portable.CONFIGS:

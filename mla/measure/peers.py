@@ -55,7 +55,7 @@ def _flashmla_call(problem: Problem, metadata, num_splits):
 
 
 def flashmla_plan_and_decode(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tile scheduler's plan (metadata, num_splits), made on the device by a first call; a step's layers share it."""
+    """The tile scheduler's plan (metadata, num_splits), made on the device by a first call and shared by a step."""
     return tuple(_flashmla_call(problem, None, None)[2:])
 
 

@@ -124,10 +124,7 @@ def _run_ms(stretch: Stretch) -> float:
 
 def quantiles_us(values_ms: Sequence[float]) -> dict[str, float]:
     """p20, p50 and p80 in microseconds, by the columns' names."""
-    if len(values_ms) < 2:
-        cuts = [values_ms[0]] * 4
-    else:
-        cuts = statistics.quantiles(values_ms, n=5, method="inclusive")
+    cuts = statistics.quantiles(values_ms, n=5, method="inclusive")
     p20, p50, p80 = cuts[0], statistics.median(values_ms), cuts[3]
     return {f"latency_us_{name}": round(v * 1e3, 3) for name, v in (("p20", p20), ("p50", p50), ("p80", p80))}
 

@@ -7,6 +7,7 @@ All configurations of a shape run in random order in the same rounds. Only what 
 import argparse
 import gc
 import random
+import statistics
 import sys
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def tune_case(case: Case, seed: int) -> list[dict[str, object]]:
         except Exception as error:  # a configuration that does not compile or fit is a result
             row["status"] = f"failed: {type(error).__name__}: {' '.join(str(error).split())[:120]}"
     times = timing.time_in_rounds({**stretches, **timing.ceiling_stretches(seed)}, random.Random(seed), rounds=8)
-    matmul = timing.matmul_tflops(timing.quantiles_us(times["matmul"])["latency_us_p50"] / 1e3)
+    matmul = timing.matmul_tflops(statistics.median(times["matmul"]))
     for i in stretches:
         rows[i] |= {"repeats": len(times[i]), "matmul_tflops": round(matmul, 2), **timing.quantiles_us(times[i])}
     return rows
@@ -103,7 +104,8 @@ def main(argv: list[str]) -> int:
         records.append_rows(path, TUNE_COLUMNS, [{**dict.fromkeys(TUNE_COLUMNS), **r, "run_id": run_id} for r in rows])
         timed = [r for r in rows if "latency_us_p50" in r]
         best = min(timed, key=lambda r: r["latency_us_p50"])
-        print(f"{case.name}: best {best['latency_us_p50']:.1f} us", *(best[c] for c in ("block_h", "block_n", "num_warps", "num_stages", "loads", "num_splits")), flush=True)  # fmt: skip
+        winner = " ".join(f"{c}={best[c]}" for c in TUNE_COLUMNS[5:11])
+        print(f"{case.name}: {best['latency_us_p50']:.1f} us with {winner}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
     return 0

@@ -6,6 +6,7 @@ A process a shape: nothing that one shape leaves behind (memory, compiled code, 
 import gc
 import json
 import random
+import statistics
 import sys
 
 import torch
@@ -60,10 +61,8 @@ def time_case(case: Case, names: list[str], timers: list[str], seed: int) -> lis
         stretches, failures = _stretches(prepared, timer)
         times = timing.time_in_rounds({**stretches, **ceilings}, rng)
         measured = {
-            "matmul_tflops": round(
-                timing.matmul_tflops(timing.quantiles_us(times["matmul"])["latency_us_p50"] / 1e3), 2
-            ),
-            "read_gbps": round(timing.read_gbps(timing.quantiles_us(times["read"])["latency_us_p50"] / 1e3), 2),
+            "matmul_tflops": round(timing.matmul_tflops(statistics.median(times["matmul"])), 2),
+            "read_gbps": round(timing.read_gbps(statistics.median(times["read"])), 2),
         }
         for name in names:
             row = {"implementation": name, "timer": timer, "plan_us": plans.get(name), **measured}

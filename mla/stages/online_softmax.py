@@ -11,8 +11,9 @@ import triton.language as tl
 from mla.kernels.tile import LOG2_E, attend_tile, normalise
 from mla.problem import Problem
 
-BLOCK_N = 64
+BLOCK_N = 32
 NUM_WARPS = 8
+NUM_STAGES = 2
 
 
 @triton.jit
@@ -94,6 +95,6 @@ def decode(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
         num_heads, problem.softmax_scale * LOG2_E,
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1),
         BLOCK_H=block_h, BLOCK_N=BLOCK_N, RANK=config.kv_lora_rank, ROPE=config.qk_rope_head_dim,
-        num_warps=NUM_WARPS, num_stages=1,
+        num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return out, lse

@@ -13,7 +13,7 @@ from mla.kernels.merge import merge_partials
 from mla.kernels.tile import LOG2_E, normalise
 from mla.plan import choose_num_splits
 from mla.problem import Problem
-from mla.stages.online_softmax import BLOCK_N, NUM_WARPS, attend_range, block_of_heads
+from mla.stages.online_softmax import BLOCK_N, NUM_STAGES, NUM_WARPS, attend_range, block_of_heads
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def decode(problem: Problem, num_splits: int | None = None) -> tuple[torch.Tenso
         num_heads, num_splits, problem.softmax_scale * LOG2_E,
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1),
         BLOCK_H=block_h, BLOCK_N=BLOCK_N, RANK=config.kv_lora_rank, ROPE=config.qk_rope_head_dim,
-        num_warps=NUM_WARPS, num_stages=1,
+        num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     out = q.new_empty(batch_size, num_heads, config.kv_lora_rank)
     lse = q.new_empty(batch_size, num_heads, dtype=torch.float32)

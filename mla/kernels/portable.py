@@ -27,8 +27,7 @@ class PortableConfig:
         block_h: heads a program takes, 16 or more.
         block_n: tokens a tile holds, 16 or more.
         num_warps, num_stages: Triton's.
-        use_descriptors: load whole tiles by TMA (Hopper and newer).
-        programs_per_sm: programs that share a SM, for the choice of num_splits.
+        use_descriptors: load whole tiles by TMA (Hopper and newer; emulated by Triton elsewhere).
     """
 
     block_h: int
@@ -36,7 +35,6 @@ class PortableConfig:
     num_warps: int
     num_stages: int
     use_descriptors: bool = False
-    programs_per_sm: int = 1
 
 
 @triton.jit
@@ -136,12 +134,30 @@ def descriptors_fit(kv_cache: torch.Tensor, block_n: int) -> bool:
     return page_size % block_n == 0 and is_one_matrix and is_aligned and kv_cache.shape[0] * page_size < 2**31
 
 
-def choose_config(q: torch.Tensor, kv_cache: torch.Tensor, kv_lora_rank: int) -> PortableConfig:
+# What the sweep on an H200 left (`triton-mla-bench tune`, data/tune_*.csv; gains a shape in figures/tuning.md): for
+# each block of heads the configurations in order of preference, of which the first that fits the pages is taken.
+# Blocks of 64 heads run on wgmma, blocks of 16 on mma.sync; pages that no tile fits come in through pointers.
+CONFIGS = {
+    16: (
+        PortableConfig(16, 64, num_warps=8, num_stages=2, use_descriptors=True),
+        PortableConfig(16, 32, num_warps=4, num_stages=2),
+    ),
+    64: (
+        PortableConfig(64, 64, num_warps=8, num_stages=2, use_descriptors=True),
+        PortableConfig(64, 32, num_warps=8, num_stages=2, use_descriptors=True),
+        PortableConfig(64, 32, num_warps=8, num_stages=2),
+    ),
+}
+# Rows of 4-byte elements: tiles small enough for shared memory.
+FP32_CONFIG = PortableConfig(16, 16, num_warps=4, num_stages=1)
+
+
+def choose_config(q: torch.Tensor, kv_cache: torch.Tensor) -> PortableConfig:
     """The configuration for a call."""
-    block_h = min(64, max(16, triton.next_power_of_2(q.shape[1])))
     if q.element_size() == 4:
-        return PortableConfig(16, 16, num_warps=4, num_stages=1)
-    return PortableConfig(block_h, 64, num_warps=8, num_stages=2, use_descriptors=True)
+        return FP32_CONFIG
+    configs = CONFIGS[16 if q.shape[1] <= 16 else 64]
+    return next(c for c in configs if not c.use_descriptors or descriptors_fit(kv_cache, c.block_n))
 
 
 def mla_decode_portable(
@@ -166,7 +182,8 @@ def mla_decode_portable(
         out: (batch_size, num_heads, kv_lora_rank), written; its width says where a cached row's latent part ends.
         lse: (batch_size, num_heads) fp32, contiguous, written.
         softmax_scale: factor on the scores.
-        config: tile shape and launch parameters; chosen for the call if None.
+        config: tile shape and launch parameters; chosen for the call if None. With descriptors, `descriptors_fit`
+            must hold.
         num_splits: parts a request; chosen to fill about one wave of SMs if None.
 
     Returns:
@@ -174,14 +191,13 @@ def mla_decode_portable(
     """
     batch_size, num_heads, width = q.shape
     page_size, rank = kv_cache.shape[1], out.shape[-1]
-    config = config or choose_config(q, kv_cache, rank)
-    use_descriptors = config.use_descriptors and descriptors_fit(kv_cache, config.block_n)
+    config = config or choose_config(q, kv_cache)
     head_blocks = triton.cdiv(num_heads, config.block_h)
     num_splits = num_splits or choose_num_splits(
         batch_size,
         head_blocks,
         triton.cdiv(block_table.shape[1] * page_size, config.block_n),
-        num_sms(q.device) * config.programs_per_sm,
+        num_sms(q.device),
     )
     if num_splits == 1:
         part_out, part_lse = out[:, None], lse[:, None]
@@ -189,7 +205,12 @@ def mla_decode_portable(
         part_out = q.new_empty(batch_size, num_splits, num_heads, rank, dtype=torch.float32)
         part_lse = q.new_empty(batch_size, num_splits, num_heads, dtype=torch.float32)
     latent_desc = rope_desc = None
-    if use_descriptors:
+    if config.use_descriptors:
+        if not descriptors_fit(kv_cache, config.block_n):
+            raise ValueError(
+                f"config: expected one without descriptors for pages of {page_size} tokens with strides "
+                f"{kv_cache.stride()}, got {config}"
+            )
         rows = kv_cache.view(-1, width)
         latent_desc = TensorDescriptor.from_tensor(rows, [config.block_n, rank])
         rope_desc = TensorDescriptor.from_tensor(rows, [config.block_n, width - rank])
@@ -199,7 +220,7 @@ def mla_decode_portable(
         q.stride(0), q.stride(1), kv_cache.stride(0), kv_cache.stride(1), block_table.stride(0),
         part_out.stride(0), part_out.stride(1), part_out.stride(2), part_lse.stride(0), part_lse.stride(1),
         BLOCK_H=config.block_h, BLOCK_N=config.block_n, RANK=rank, ROPE=width - rank, PAGE_SIZE=page_size,
-        USE_DESCRIPTORS=use_descriptors,
+        USE_DESCRIPTORS=config.use_descriptors,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return (out, lse) if num_splits == 1 else merge_partials(part_out, part_lse, out, lse)

@@ -4,6 +4,7 @@ Prints a JSON list, one entry a kernel and configuration: registers a thread, sp
 the instructions that matter (HGMMA: tensor cores of Hopper; UTMALDG: TMA loads).
 """
 
+import itertools
 import json
 import os
 import re
@@ -114,7 +115,7 @@ def inspect_all(dtype: str = "bf16") -> list[dict[str, object]]:
             num_stages=online_softmax.NUM_STAGES,
         )
         report.append({"kernel": kernel.__name__, "config": "", **facts})
-    for config in portable.CONFIGS:
+    for config in itertools.chain(*portable.CONFIGS.values()):
         report.append({"kernel": "portable", "config": repr(config), **inspect_portable(config, dtype)})
     kernel = merge._merge_kernel
     facts = inspect_kernel(

@@ -43,32 +43,29 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _references(problem: Problem, rounds_scores: bool, is_per_head: bool):
-    """(out, lse) of the reference in fp32 (or wider), and again with intermediates rounded to the problem's dtype."""
-    dtype = problem.q_absorbed.dtype
-    working = torch.promote_types(dtype, torch.float32)
-    p, scale = problem, problem.softmax_scale
-    if is_per_head:
-        inputs = (p.q_nope, p.q_pe, p.kv, p.w_uk, p.w_uv, p.seq_lens)
-        # the same function as the naive form, of which a large case's keys would not fit
-        q = absorb_query(*(x.to(working) for x in (p.q_nope, p.q_pe, p.w_uk)))
-        out, lse = absorbed_reference(
-            q, p.kv, p.seq_lens, softmax_scale=scale, kv_lora_rank=p.config.kv_lora_rank, compute_dtype=working
+    """(out, lse) of the reference, and again computed as well as the problem's dtype allows.
+
+    The first is in fp32 for 16-bit problems and in fp64 for fp32 ones. The second is in fp32 with intermediates
+    rounded to the problem's dtype.
+    """
+    p, dtype = problem, problem.q_absorbed.dtype
+    wider = torch.float32 if dtype.itemsize == 2 else torch.float64
+    scale, rank = p.softmax_scale, p.config.kv_lora_rank
+    if not is_per_head:
+        exact, rounded = (
+            absorbed_reference(p.q_absorbed, p.kv, p.seq_lens, softmax_scale=scale, kv_lora_rank=rank, **options)
+            for options in (
+                dict(compute_dtype=wider),
+                dict(compute_dtype=torch.float32, round_to=dtype, round_scores=rounds_scores),
+            )
         )
-        exact = (project_values(out, p.w_uv.to(working)), lse)
-        return exact, naive_reference(*inputs, softmax_scale=scale, compute_dtype=working, round_to=dtype)
-    exact, rounded = (
-        absorbed_reference(
-            p.q_absorbed,
-            p.kv,
-            p.seq_lens,
-            softmax_scale=scale,
-            kv_lora_rank=p.config.kv_lora_rank,
-            compute_dtype=working,
-            **options,
-        )
-        for options in ({}, dict(round_to=dtype, round_scores=rounds_scores))
-    )
-    return exact, rounded
+        return exact, rounded
+    # the same function as the naive form, of which a large case's keys would not fit; from the unrounded query
+    q = absorb_query(*(x.to(wider) for x in (p.q_nope, p.q_pe, p.w_uk)))
+    latent, lse = absorbed_reference(q, p.kv, p.seq_lens, softmax_scale=scale, kv_lora_rank=rank, compute_dtype=wider)
+    inputs = (p.q_nope, p.q_pe, p.kv, p.w_uk, p.w_uv, p.seq_lens)
+    rounded = naive_reference(*inputs, softmax_scale=scale, compute_dtype=torch.float32, round_to=dtype)
+    return (project_values(latent, p.w_uv.to(wider)), lse), rounded
 
 
 def check_result(
@@ -76,9 +73,9 @@ def check_result(
 ) -> Verdict:
     """Hold a result against the reference.
 
-    The bound on out is twice the error that the reference itself has when its probabilities and its output (and its
-    scores, where `rounds_scores`) are rounded to the problem's dtype, plus one rounding of that dtype; lse must be
-    within 1e-4 of the reference, relative above 1, plus twice what rounding the scores does to it.
+    The bound on out is twice the error of plain torch in the problem's dtype (fp32 arithmetic with probabilities and
+    output, and scores where `rounds_scores`, rounded to it), plus one rounding of that dtype; lse must be within 1e-4
+    of the reference, relative above 1, plus twice what rounding the scores does to it.
 
     Args:
         out: (batch_size, num_heads, kv_lora_rank), or v_head_dim wide where is_per_head.

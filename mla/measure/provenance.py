@@ -1,6 +1,7 @@
 """Where a measurement comes from: the machine, the versions, the commit."""
 
 import datetime
+import hashlib
 import os
 import platform
 import re
@@ -10,8 +11,6 @@ from pathlib import Path
 
 import torch
 
-# What is measured; an unfinished data file beside it does not make a measurement less citable.
-_MEASURED_PATHS = ("mla", "pyproject.toml", "Makefile", ":!mla/report", ":!mla/tests")
 _SMI_FIELDS = ("driver_version", "power.limit", "clocks.max.sm", "clocks.sm", "clocks.mem", "temperature.gpu")
 
 
@@ -22,19 +21,31 @@ def _output_of(*command: str, folder: Path | None = None) -> str | None:
         return None
 
 
-def git_state() -> dict[str, object]:
-    """Commit and dirty flag of the checkout that holds this file.
+def source_digest() -> str:
+    """SHA-256 over what is measured: the package's Python files without its report and tests, by name and content."""
+    package = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package)
+        if name.parts[0] not in ("report", "tests"):
+            digest.update(name.as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
-    Where the checkout has no history (a copy), MLA_COMMIT gives the commit and dirty is None: nothing vouches for it.
+
+def source_state() -> dict[str, object]:
+    """Commit, dirty flag and digest of the measured source.
+
+    A copy without history takes the commit from MLA_COMMIT and is clean if its digest is MLA_SOURCE_SHA256, the one
+    that `python -m mla.measure.provenance` printed in the checkout; without it the dirty flag is None.
     """
-    root = Path(__file__).resolve().parents[2]
-    commit = _output_of("git", "-c", f"safe.directory={root}", "rev-parse", "HEAD", folder=root)
-    if commit is None:
-        return {"commit": os.environ.get("MLA_COMMIT"), "dirty": None}
-    status = _output_of(
-        "git", "-c", f"safe.directory={root}", "status", "--porcelain", "--", *_MEASURED_PATHS, folder=root
-    )
-    return {"commit": commit, "dirty": status != ""}
+    package, digest = Path(__file__).resolve().parents[1], source_digest()
+    commit = _output_of("git", "rev-parse", "HEAD", folder=package)
+    if commit is not None:
+        status = _output_of("git", "status", "--porcelain", "--", ".", ":!report", ":!tests", folder=package)
+        return {"commit": commit, "dirty": status != "", "source_sha256": digest}
+    expected = os.environ.get("MLA_SOURCE_SHA256")
+    dirty = None if expected is None else digest != expected
+    return {"commit": os.environ.get("MLA_COMMIT"), "dirty": dirty, "source_sha256": digest}
 
 
 def gpu_name(device_name: str) -> str:
@@ -73,3 +84,10 @@ def _version(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
+
+
+if __name__ == "__main__":
+    state = source_state()
+    if state["dirty"] is not False:
+        raise SystemExit("expected a clean checkout with history; commit first")
+    print(f"MLA_COMMIT={state['commit']} MLA_SOURCE_SHA256={state['source_sha256']}")

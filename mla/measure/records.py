@@ -29,7 +29,7 @@ def start_run(path: Path, command: list[str], seed: int) -> str:
         {
             "run_id": run_id,
             "command": " ".join(["triton-mla-bench", *command]),
-            **provenance.git_state(),
+            **provenance.source_state(),
             "date_utc": provenance.utc_now(),
             "clocks": provenance.clocks(),
             "peers": {name: i.version() for name, i in IMPLEMENTATIONS.items() if i.version()},
@@ -48,7 +48,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def append_rows(path: Path, columns: tuple[str, ...], rows: list[dict[str, object]]) -> None:
+def append_rows(path: Path, columns: list[str], rows: list[dict[str, object]]) -> None:
     """Append rows; a new file gets its header first. A row with an unknown column is a ValueError."""
     is_new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)

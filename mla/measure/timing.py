@@ -29,10 +29,12 @@ class Stretch:
     Args:
         run: enqueues the calls.
         num_calls: how many.
+        calls: what a graph was captured from; kept, since the graph knows its inputs by address only.
     """
 
     run: Callable[[], None]
     num_calls: int
+    calls: Sequence[Callable[[], object]]
 
 
 def _estimate_ms(calls: Sequence[Callable[[], object]]) -> float:
@@ -61,7 +63,7 @@ def eager_stretch(calls: Sequence[Callable[[], object]]) -> Stretch:
         for i in range(num_calls):
             calls[i % len(calls)]()
 
-    return Stretch(run, num_calls)
+    return Stretch(run, num_calls, calls)
 
 
 def graph_stretch(calls: Sequence[Callable[[], object]], pool=None) -> Stretch:
@@ -76,7 +78,7 @@ def graph_stretch(calls: Sequence[Callable[[], object]], pool=None) -> Stretch:
     with torch.cuda.graph(graph, pool=pool):
         for i in range(num_calls):
             calls[i % len(calls)]()
-    return Stretch(graph.replay, num_calls)
+    return Stretch(graph.replay, num_calls, calls)
 
 
 def time_in_rounds(

@@ -14,10 +14,12 @@ from pathlib import Path
 import torch
 
 from mla.kernels import portable
+from mla.kernels.launch import num_sms
 from mla.kernels.portable import PortableConfig
 from mla.measure import records, timing
 from mla.measure.cases import SIXTEEN_SHAPES, Case, draw_problems
 from mla.measure.gate import check_result
+from mla.problem import Problem
 from mla.schema import TUNE_COLUMNS
 
 # The usual one of inference engines: 16 heads x 32 tokens, 4 warps, 2 stages, plain pointers.
@@ -37,18 +39,27 @@ CANDIDATES = (
     PortableConfig(64, 64, num_warps=8, num_stages=2, use_descriptors=True),
 )
 
-# Few heads are another regime: bound by reading.
-FEW_HEADS = (Case(32, 8192, num_heads=16), Case(128, 8192, num_heads=16), Case(128, 8192, num_heads=64))
+# Few heads are another regime, bound by reading; pages smaller than a tile need another way to load.
+MORE_CASES = (
+    Case(32, 8192, num_heads=16),
+    Case(128, 8192, num_heads=16),
+    Case(128, 8192, num_heads=64),
+    Case(32, 8192, num_heads=128, page_size=32),
+    Case(32, 8192, num_heads=128, page_size=16),
+    Case(32, 8192, num_heads=16, page_size=16),
+)
 
 
-def _variants(case: Case) -> list[tuple[PortableConfig, int | None]]:
-    """Configurations with the default split count, and the 64-head ones with half and twice as many splits."""
-    variants = [(config, None) for config in CANDIDATES]
-    programs = case.batch_size * -(-case.num_heads // 64)
-    wave = max(1, 132 // programs)
-    for config in CANDIDATES:
-        if config.block_h == 64 and config.block_n == 64 and config.use_descriptors:
-            variants += [(config, n) for n in sorted({max(1, wave // 2), 2 * wave} - {wave})]
+def _variants(case: Case, problem: Problem) -> list[tuple[PortableConfig, int | None]]:
+    """What can run a case: all candidates with the default split count, the kept ones with half and twice as many."""
+    fitting = [c for c in CANDIDATES if not c.use_descriptors or portable.descriptors_fit(problem.kv_cache, c.block_n)]
+    variants = [(config, None) for config in fitting]
+    for config in fitting:
+        if config in portable.CONFIGS[config.block_h if config.block_h in portable.CONFIGS else 64]:
+            default = max(
+                1, num_sms(problem.kv_cache.device) // (case.batch_size * -(-case.num_heads // config.block_h))
+            )
+            variants += [(config, n) for n in sorted({max(1, default // 2), 2 * default} - {default})]
     return variants
 
 
@@ -57,7 +68,7 @@ def tune_case(case: Case, seed: int) -> list[dict[str, object]]:
     problems = draw_problems(case, "cuda", seed)
     rows, stretches = [], {}
     pool = torch.cuda.graph_pool_handle()
-    for i, (config, num_splits) in enumerate(_variants(case)):
+    for i, (config, num_splits) in enumerate(_variants(case, problems[0])):
         row = {
             **case.to_columns(),
             "block_h": config.block_h,
@@ -95,9 +106,10 @@ def main(argv: list[str]) -> int:
         parser.error("expected a CUDA GPU to sweep on, found none")
     path = records.output_path(args.output, "tune")
     run_id = records.start_run(path, ["tune", *argv], args.seed)
-    done = {(row["batch_size"], row["context_len"], row["num_heads"]) for row in records.read_rows(path)}
-    for case in (*SIXTEEN_SHAPES, *FEW_HEADS):
-        if tuple(str(x) for x in (case.batch_size, case.context_len, case.num_heads)) in done:
+    keys = ("batch_size", "context_len", "num_heads", "page_size")
+    done = {tuple(row[k] for k in keys) for row in records.read_rows(path)}
+    for case in (*SIXTEEN_SHAPES, *MORE_CASES):
+        if tuple(str(getattr(case, k)) for k in keys) in done:
             continue
         with torch.inference_mode():
             rows = tune_case(case, args.seed)

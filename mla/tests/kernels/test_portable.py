@@ -1,0 +1,85 @@
+import dataclasses
+
+import pytest
+import torch
+
+from mla import PRESETS
+from mla.kernels import portable
+from mla.kernels.portable import PortableConfig, choose_config, descriptors_fit
+from mla.measure.gate import check_result
+from mla.problem import make_problem
+from mla.tests.conftest import dtype_id, kernel_dtypes
+
+
+def _check(problem, config=None, num_splits=None):
+    out, lse = portable.decode(problem, config, num_splits)
+    verdict = check_result(out, lse, problem, rounds_scores=False, is_per_head=False)
+    assert verdict.passed, verdict.status
+    return out, lse
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 7, 16, 48, 64, 128, 256], ids=lambda p: f"p{p}")
+@pytest.mark.parametrize("dtype", kernel_dtypes(), ids=dtype_id)
+def test_page_sizes(page_size, dtype, device):
+    lengths = [0, 1, page_size - 1, page_size, page_size + 1, 150]
+    _check(make_problem(PRESETS["tiny"], lengths, page_size=page_size, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("config", [c for configs in portable.CONFIGS.values() for c in configs], ids=str)
+def test_every_kept_configuration(config, device):
+    p = make_problem(PRESETS["tiny"], [0, 63, 64, 200], page_size=64, dtype=torch.float16, device=device)
+    _check(p, config, num_splits=2)
+
+
+def test_pointers_and_descriptors_agree_to_the_bit(device):
+    p = make_problem(PRESETS["tiny"], [200, 64], page_size=64, dtype=torch.float16, device=device)
+    by_pointer, by_descriptor = (
+        portable.decode(p, PortableConfig(16, 32, 4, 1, use_descriptors=use), num_splits=2) for use in (False, True)
+    )
+    assert torch.equal(by_pointer[0], by_descriptor[0])
+    assert torch.equal(by_pointer[1], by_descriptor[1])
+
+
+def test_page_order_does_not_matter(device):
+    """Two layouts of the same rows give the same bits."""
+    p = make_problem(PRESETS["tiny"], [100, 37], page_size=16, dtype=torch.float16, device=device)
+    order = torch.randperm(len(p.kv_cache), generator=torch.Generator().manual_seed(3)).to(device)
+    new_id = order.argsort().int()
+    used = p.block_table < len(order)
+    table = torch.where(used, new_id[p.block_table.clamp(max=len(order) - 1).long()], p.block_table)
+    moved = dataclasses.replace(p, kv_cache=p.kv_cache[order], block_table=table)
+    assert torch.equal(portable.decode(p)[0], portable.decode(moved)[0])
+
+
+def test_batch_composition_does_not_matter(device):
+    """A request gives the same bits alone and among others, at the same split count."""
+    p = make_problem(PRESETS["tiny"], [100, 37, 0, 64], page_size=16, dtype=torch.float16, device=device)
+    together, _ = portable.decode(p, num_splits=2)
+    alone = dataclasses.replace(
+        p, q_absorbed=p.q_absorbed[1:2], block_table=p.block_table[1:2], seq_lens=p.seq_lens[1:2]
+    )
+    assert torch.equal(portable.decode(alone, num_splits=2)[0][0], together[1])
+
+
+def test_first_fitting_configuration_is_chosen():
+    def chosen(page_size, num_heads, dtype=torch.float16):
+        config = dataclasses.replace(PRESETS["tiny"], num_heads=num_heads)
+        p = make_problem(config, [5], page_size=page_size, dtype=dtype)
+        return choose_config(p.q_absorbed, p.kv_cache)
+
+    assert chosen(64, 16) == portable.CONFIGS[16][0]
+    assert chosen(16, 16) == portable.CONFIGS[16][1]
+    assert chosen(128, 17) == portable.CONFIGS[64][0]
+    assert chosen(32, 128) == portable.CONFIGS[64][1]
+    assert chosen(1, 128) == portable.CONFIGS[64][2]
+    assert chosen(64, 16, torch.float32) == portable.FP32_CONFIG
+
+
+def test_descriptors_need_whole_tiles_in_one_matrix():
+    pool = torch.zeros(4, 64, 48, dtype=torch.float16)
+    assert descriptors_fit(pool, 64)
+    assert not descriptors_fit(pool[:, :48], 16)
+    assert not descriptors_fit(torch.zeros(4, 48, 48), 32)
+    with pytest.raises(ValueError, match="descriptors"):
+        p = make_problem(PRESETS["tiny"], [5], page_size=7)
+        portable.decode(p, PortableConfig(16, 16, 4, 1, use_descriptors=True))

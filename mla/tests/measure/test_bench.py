@@ -1,0 +1,159 @@
+import csv
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mla.measure import bench, records, subprocesses
+from mla.measure.cases import Case
+from mla.measure.gate import Verdict
+from mla.measure.provenance import gpu_name, source_digest
+from mla.schema import DECODE_COLUMNS
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+
+
+def _bench(*arguments):
+    return subprocess.run([sys.executable, "-m", "mla.measure.bench", *arguments], capture_output=True, text=True)
+
+
+@without_gpu
+def test_without_a_gpu_it_says_so_in_one_line():
+    done = _bench()
+    assert done.returncode != 0
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "--check" in done.stderr
+
+
+@without_gpu
+@pytest.mark.slow
+def test_check_passes_on_the_interpreter():
+    done = _bench("--check")
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.strip().splitlines()
+    assert len(lines) == 20
+    assert all("  ok  relative error" in line for line in lines)
+
+
+@without_gpu
+def test_check_fails_when_a_case_fails():
+    done = _bench("--check", "--implementations", "portable", "--gate-timeout", "0.01", "--batch-size", "1")
+    assert done.returncode == 1
+    assert "no answer within" in done.stdout
+
+
+def test_unknown_implementation_is_one_line_of_error():
+    done = _bench("--check", "--implementations", "flash")
+    assert done.returncode == 2
+    assert "expected one of naive" in done.stderr.strip().splitlines()[-1]
+
+
+def test_a_crash_costs_one_case(monkeypatch):
+    """The gate process dies at the second case: the third goes to a new process."""
+    script = """
+import json, os, sys
+for line in sys.stdin:
+    if json.loads(line)["batch_size"] == 2:
+        print("broken", file=sys.stderr)
+        os._exit(3)
+    print(json.dumps({"rel_err": 0.5, "passed": True, "status": "ok"}), flush=True)
+"""
+    _replace_child(monkeypatch, script)
+    cases = [Case(b, 16) for b in (1, 2, 3)]
+    found = list(subprocesses.gate_in_process("portable", cases, device="cpu", seed=0, timeout_s=20))
+    assert [case for case, _ in found] == cases
+    assert [v.passed for _, v in found] == [True, False, True]
+    assert found[1][1].status == "failed: the process ended with code 3: broken"
+
+
+def test_a_hang_costs_one_case(monkeypatch):
+    script = """
+import json, sys, time
+for line in sys.stdin:
+    if json.loads(line)["batch_size"] == 2:
+        time.sleep(60)
+    print(json.dumps({"rel_err": 0.5, "passed": True, "status": "ok"}), flush=True)
+"""
+    _replace_child(monkeypatch, script)
+    found = list(subprocesses.gate_in_process("x", [Case(b, 16) for b in (1, 2, 3)], device="cpu", seed=0, timeout_s=2))
+    assert [v.status for _, v in found] == ["ok", "failed: no answer within 2 s", "ok"]
+
+
+def test_a_timing_process_that_fails_leaves_rows_that_say_so(monkeypatch):
+    _replace_child(monkeypatch, "import sys; sys.exit('no memory')")
+    rows = subprocesses.time_in_process(Case(1, 16), ["a", "b"], timers=["eager"], seed=0, timeout_s=20)
+    assert [r["implementation"] for r in rows] == ["a", "b"]
+    assert all(r["status"] == "failed: the timing process ended with code 1: no memory" for r in rows)
+
+
+def _replace_child(monkeypatch, script):
+    """Children run `script` in place of the module they were asked for."""
+    for name in ("Popen", "run"):
+        original = getattr(subprocess, name)
+        monkeypatch.setattr(
+            subprocesses.subprocess,
+            name,
+            lambda command, *args, original=original, **kwargs: original(
+                [sys.executable, "-c", script], *args, **kwargs
+            ),
+        )
+
+
+def test_a_second_run_skips_what_is_done(monkeypatch, tmp_path):
+    """Gate and timing replaced: what is asked for, what is written, and that failures are kept."""
+    asked = []
+
+    def gate(cases, names, device, args, progress):
+        asked.extend((n, c.name) for n in names for c in cases)
+        failed = Verdict(0.5, False, "failed: relative error")
+        return {(n, c): failed if n == "naive" else Verdict(1e-3, True, "ok") for n in names for c in cases}
+
+    def time_case(case, names, *, timers, seed, timeout_s):
+        return [
+            {
+                "implementation": n,
+                "timer": t,
+                "status": "ok",
+                "matmul_tflops": 700.0,
+                "read_gbps": 4500.0,
+                **dict.fromkeys(("latency_us_p20", "latency_us_p50", "latency_us_p80"), 10.0),
+            }
+            for n in names
+            for t in timers
+        ]
+
+    monkeypatch.setattr(bench, "gate_group", gate)
+    monkeypatch.setattr(bench, "time_in_process", time_case)
+    monkeypatch.setattr(records.provenance, "machine", lambda: {"gpu": "NVIDIA H200"})
+    path = tmp_path / "decode_h200_2026-01-01.csv"
+    common = ["--output", str(path), "--implementations", "naive", "portable", "--context-len", "1024", "--batch-size"]
+    for batches, num_failed in ((["8"], 2), (["8", "32"], 2)):
+        args = bench._parser().parse_args([*common, *batches])
+        assert bench.run_benchmark(args, common) == num_failed
+    assert asked == [(n, f"b{b}-n1024-h128") for b in (8, 32) for n in ("naive", "portable")]
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == DECODE_COLUMNS
+    assert len(rows) == 2 * 2 * 2
+    failed = [r for r in rows if r["implementation"] == "naive"]
+    assert {(r["passed"], r["status"], r["latency_us_p50"]) for r in failed} == {
+        ("False", "failed: relative error", "")
+    }
+    sidecar = json.loads(path.with_suffix(".json").read_text())
+    assert [r["run_id"] for r in sidecar["runs"]] == ["decode_h200_2026-01-01-1", "decode_h200_2026-01-01-2"]
+    assert {r["source_sha256"] for r in sidecar["runs"]} == {source_digest()}
+
+
+@pytest.mark.parametrize(
+    ("device_name", "short"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+    ],
+)
+def test_files_are_named_by_gpu(device_name, short):
+    assert gpu_name(device_name) == short

@@ -1,0 +1,48 @@
+"""What the compiler makes of the kernels for sm_90, in a process of its own since there is no interpreter in it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+MAX_SHARED_BYTES = 232_448
+
+
+@pytest.fixture(scope="module")
+def report():
+    done = subprocess.run(
+        [sys.executable, "-m", "mla.measure.compiled"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_every_kernel_fits_a_hopper_sm(report):
+    kernels = {entry["kernel"] for entry in report}
+    assert kernels >= {"_mla_decode_online_softmax_kernel", "_mla_decode_split_kv_kernel", "portable", "merge"}
+    for entry in report:
+        assert entry["shared_bytes"] <= MAX_SHARED_BYTES, entry
+        assert entry["registers"] <= 255, entry
+
+
+@pytest.mark.slow
+def test_blocks_of_64_heads_use_wgmma_and_spill_next_to_nothing(report):
+    wide = [entry for entry in report if "block_h=64" in entry["config"] or entry["kernel"].startswith("_mla_decode")]
+    assert len(wide) >= 5
+    for entry in wide:
+        assert entry["HGMMA"] > 0, entry
+        # the online-softmax rung spills 8 bytes a thread; the others none
+        assert entry["spilled_bytes"] <= (8 if "online_softmax" in entry["kernel"] else 0), entry
+
+
+@pytest.mark.slow
+def test_descriptors_become_tma_loads(report):
+    for entry in report:
+        if entry["kernel"] == "portable":
+            assert (entry["UTMALDG"] > 0) == ("use_descriptors=True" in entry["config"]), entry

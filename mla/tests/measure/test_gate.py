@@ -1,0 +1,106 @@
+import dataclasses
+
+import pytest
+import torch
+
+from mla import PRESETS
+from mla.kernels import portable
+from mla.measure.cases import CPU_CASES, SIXTEEN_SHAPES, Case, draw_problems
+from mla.measure.gate import check_case, check_result, relative_error
+from mla.measure.implementations import IMPLEMENTATIONS, Implementation, Prepared, available
+from mla.problem import make_problem
+
+
+@pytest.fixture(scope="module")
+def solved():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    p = make_problem(PRESETS["tiny"], [0, 1, 70, 130], page_size=16, dtype=torch.float16, device=device)
+    return p, *portable.decode(p)
+
+
+def _verdict(out, lse, problem):
+    return check_result(out, lse, problem, rounds_scores=False, is_per_head=False)
+
+
+def test_right_result_passes(solved):
+    problem, out, lse = solved
+    assert _verdict(out, lse, problem).passed
+
+
+FAULTS = {
+    "a token too many in the sum": lambda out, lse: (out * (1 - 1 / 70), lse),
+    "one element off": lambda out, lse: (_changed(out, (2, 1, 5), 0.1), lse),
+    "one NaN": lambda out, lse: (_changed(out, (3, 0, 0), torch.nan), lse),
+    "one request not written": lambda out, lse: (_changed(out, (1,), 0.0), lse),
+    "empty request not zero": lambda out, lse: (_changed(out, (0, 0, 0), 1e-6), lse),
+    "another request's result": lambda out, lse: (out.roll(1, 0), lse),
+    "lse in base 2": lambda out, lse: (out, lse / torch.log(torch.tensor(2.0))),
+    "lse of an empty request is 0": lambda out, lse: (out, _changed(lse, (0, 0), 0.0)),
+    "lse is NaN": lambda out, lse: (out, _changed(lse, (2, 3), torch.nan)),
+}
+
+
+def _changed(tensor, index, value):
+    tensor = tensor.clone()
+    tensor[index] = value
+    return tensor
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_fails(fault, solved):
+    problem, out, lse = solved
+    verdict = _verdict(*FAULTS[fault](out, lse), problem)
+    assert not verdict.passed
+    assert verdict.status.startswith("failed: ")
+
+
+def test_relative_error_takes_the_worst_request():
+    expected = torch.ones(3, 4, 5)
+    got = expected.clone()
+    got[1] *= 1.5
+    assert relative_error(got, expected) == pytest.approx(0.5)
+
+
+def test_whatever_a_contestant_does_is_its_result():
+    problems = draw_problems(CPU_CASES[1], "cuda" if torch.cuda.is_available() else "cpu", seed=0, at_most=1)
+
+    def raising(error):
+        def prepare(problems):
+            raise error
+
+        return Implementation(prepare)
+
+    assert check_case(raising(torch.OutOfMemoryError("no memory")), problems).status == "out_of_memory"
+    assert check_case(raising(RuntimeError("bad\nthing")), problems).status == "failed: RuntimeError: bad thing"
+    nan = Implementation(lambda problems: Prepared([lambda: (problems[0].q_absorbed[..., :32] * torch.nan, None)]))
+    assert "relative error of out nan" in check_case(nan, problems).status
+
+
+def test_sixteen_shapes():
+    assert len(SIXTEEN_SHAPES) == len({(c.batch_size, c.context_len) for c in SIXTEEN_SHAPES}) == 16
+    assert {c.num_heads for c in SIXTEEN_SHAPES} == {128}
+    corners = {(8, 1024), (128, 32768)}
+    assert corners <= {(c.batch_size, c.context_len) for c in SIXTEEN_SHAPES}
+
+
+def test_cost_of_a_case():
+    case = Case(2, 1000, num_heads=16)
+    assert case.flops == 2 * 1000 * 16 * 2 * (576 + 512)
+    assert case.bytes_moved == 2 * (2 * 1000 * 576 + 2 * 16 * (576 + 512))
+
+
+def test_data_sets_are_larger_than_l2():
+    small = dataclasses.replace(CPU_CASES[0], batch_size=64, context_len=2000)
+    assert len(draw_problems(small, "cpu", seed=0)) == -(-240_000_000 // (64 * 2000 * 48 * 2))
+    assert len(draw_problems(small, "cpu", seed=0, at_most=2)) == 2
+
+
+def test_only_what_can_run_is_offered():
+    found = available(None, has_gpu=False)
+    assert {"naive", "absorbed", "online_softmax", "split_kv", "portable"} <= set(found)
+    assert "torch_compile" not in found
+    with pytest.raises(ValueError, match="expected one of"):
+        available(["flash"], has_gpu=True)
+    with pytest.raises(ValueError, match="lacks a CUDA GPU"):
+        available(["torch_compile"], has_gpu=False)
+    assert set(IMPLEMENTATIONS) >= set(found)

@@ -1,0 +1,112 @@
+"""Redraw every figure and table from the data: `python -m mla.report`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import matplotlib
+import pandas as pd
+
+from mla.report import claims_tables, data, figures, readme, tables, tuning_tables
+from mla.report.claims import claims
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse the command line, write all files, print one line a file; a known error is one line and status 1."""
+    options = parse(arguments)
+    # No window system is needed, nor its fonts.
+    matplotlib.use("Agg")
+    try:
+        if options.list:
+            for file in data.list_files(options.data):
+                print(f"{file.kind} {file.gpu} {file.date} {file.path}")
+            return 0
+        for path in redraw(options.data, options.output, options.readme, options.gpu):
+            print(f"wrote {path}")
+    except (FileNotFoundError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line, with the README decided: only the default GPU's results go there."""
+    parser = argparse.ArgumentParser(prog="python -m mla.report", description=__doc__)
+    parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the measured data (default: data)")
+    parser.add_argument("--output", type=Path, default=Path("figures"), help="folder to write to (default: figures)")
+    parser.add_argument("--readme", type=Path, help="file whose blocks are replaced (default: README.md if there)")
+    parser.add_argument(
+        "--gpu",
+        default=data.DEFAULT_GPU,
+        help=f"GPU whose newest data is drawn (default: {data.DEFAULT_GPU}); another one goes to OUTPUT/GPU",
+    )
+    parser.add_argument("--list", action="store_true", help="list the data files and stop")
+    options = parser.parse_args(arguments)
+    if options.gpu != data.DEFAULT_GPU:
+        if options.readme is not None:
+            parser.error(f"expected --readme only with --gpu {data.DEFAULT_GPU}, got {options.gpu}; drop one of them")
+        options.output = options.output / options.gpu
+    elif options.readme is None and Path("README.md").is_file():
+        options.readme = Path("README.md")
+    return options
+
+
+def redraw(data_dir: Path, output: Path, readme_path: Path | None, gpu: str) -> list[Path]:
+    """Write all figures and tables of one GPU's newest data, and the README's blocks; returns the paths written."""
+    frame, tune = data.load(data_dir, gpu), data.load_tune(data_dir, gpu)
+    published = data.load_published(data_dir)
+    table = claims(frame, published, tune)
+    # A README without its markers is found before anything is written.
+    readme_text = None if readme_path is None else updated_readme(readme_path, frame, table, output)
+    output.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, figure in draw(frame, published, tune).items():
+        paths += figures.save(figure, output, name)
+    for name, text in texts(frame, table, tune).items():
+        paths.append(write(output / name, text))
+    if readme_text is not None:
+        paths.append(write(readme_path, readme_text))
+    return paths
+
+
+def updated_readme(path: Path, frame: pd.DataFrame, table: pd.DataFrame, output: Path) -> str:
+    """The README's text with its three blocks replaced; `table` is what `claims` returns."""
+    if not path.is_file():
+        raise FileNotFoundError(f"expected the file {path}, got none; create it with its markers or drop --readme")
+    blocks = {
+        "headline": tables.headline(frame),
+        "results": tables.summary_markdown(frame),
+        "claims": claims_tables.claims_short(table, frame, f"{output.as_posix()}/claims.md"),
+    }
+    return readme.replace_blocks(path.read_text(encoding="utf-8"), blocks)
+
+
+def draw(frame: pd.DataFrame, published: pd.DataFrame, tune: pd.DataFrame | None) -> dict[str, figures.Figure]:
+    """All figures by file name; the tuning only where a sweep was made."""
+    drawn = {
+        "speedup": figures.speedup(frame, published=published),
+        "tflops": figures.tflops(frame),
+        "roofline": figures.roofline(frame, published),
+    }
+    return drawn if tune is None else drawn | {"tuning": figures.tuning(tune)}
+
+
+def texts(frame: pd.DataFrame, table: pd.DataFrame, tune: pd.DataFrame | None) -> dict[str, str]:
+    """All tables by file name; the tuning only where a sweep was made."""
+    made = {
+        "results.md": tables.results_markdown(frame),
+        "results.csv": tables.results(frame).to_csv(index=False, lineterminator="\n"),
+        "results.tex": tables.summary_latex(frame),
+        "claims.md": claims_tables.claims_markdown(table, frame),
+    }
+    return made if tune is None else made | {"tuning.md": tuning_tables.tuning_markdown(tune)}
+
+
+def write(path: Path, text: str) -> Path:
+    """Write a text with line feeds on every system."""
+    path.write_text(text, encoding="utf-8", newline="\n")
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

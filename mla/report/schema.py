@@ -1,0 +1,85 @@
+"""What a data file must look like besides its columns: fixed vocabularies, and the check that every file passes."""
+
+from pathlib import Path
+
+import pandas as pd
+
+PUBLISHED_COLUMNS = [
+    "id",
+    "source",
+    "place",
+    "hardware",
+    "batch_size",
+    "context_len",
+    "metric",
+    "value",
+    "unit",
+    "quote_gist",
+    "testable",
+]
+IMPLEMENTATIONS = [
+    "naive",
+    "absorbed",
+    "torch_compile",
+    "torch_compile_paged",
+    "online_softmax",
+    "split_kv",
+    "portable",
+    "gluon_simple",
+    "gluon_warp_specialised",
+    "hopper",
+    "flashmla",
+    "flashinfer_fa3",
+    "flashinfer_fa2",
+]
+ALLOWED = {
+    "implementation": IMPLEMENTATIONS,
+    "timer": ["cuda_graph", "eager"],
+    "l2_state": ["cold"],
+    "loads": ["pointer", "descriptor"],
+    "testable": ["yes", "later", "no"],
+}
+# The names that torch prints, and the short ones used here.
+DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+DEFAULT_PAGE_SIZE = 64
+
+
+def read_checked(path: Path, columns: list[str]) -> pd.DataFrame:
+    """Read a CSV and check columns, fixed vocabularies, statuses and latencies; ValueError says what is wrong."""
+    frame = pd.read_csv(path)
+    if missing := [column for column in columns if column not in frame]:
+        raise ValueError(
+            f"expected the {len(columns)} columns of data/README.md in {path.name}, got none named "
+            f"{', '.join(missing)}; measure again with this version"
+        )
+    if frame.empty:
+        raise ValueError(f"expected measurements in {path.name}, got a header alone; measure again")
+    frame = frame[columns]
+    for column in set(columns) & set(ALLOWED):
+        if unknown := sorted(set(frame[column].dropna().astype(str)) - set(ALLOWED[column])):
+            raise ValueError(
+                f"expected {column} in {path.name} to be one of {', '.join(ALLOWED[column])}, "
+                f"got {', '.join(unknown)}; correct the file or extend mla/report/schema.py"
+            )
+    if "status" in columns:
+        check_results(frame, path.name)
+        frame = frame.assign(dtype=frame["dtype"].replace(DTYPE_NAMES))
+    return frame
+
+
+def check_results(frame: pd.DataFrame, name: str) -> None:
+    """ValueError unless every status is known and exactly the rows that are ok have a positive latency."""
+    status = frame["status"].fillna("").astype(str)
+    known = status.isin(["ok", "out_of_memory"]) | status.str.startswith("failed: ")
+    if not known.all():
+        unknown = ", ".join(sorted({repr(value) for value in status[~known]}))
+        raise ValueError(
+            f"expected status in {name} to be ok, out_of_memory or 'failed: <reason>', got {unknown}; fix it"
+        )
+    latency = frame["latency_us_p50"]
+    wrong = frame.index[(latency > 0) != (status == "ok")]
+    if len(wrong):
+        raise ValueError(
+            f"expected a positive latency_us_p50 in {name} where status is ok and none elsewhere, "
+            f"got row {wrong[0] + 1} with {latency[wrong[0]]} and {status[wrong[0]]}; measure again"
+        )

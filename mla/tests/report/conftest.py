@@ -1,0 +1,147 @@
+"""Synthetic measurements for the tests of the report: latencies follow a formula, so every ratio is known."""
+
+import json
+import shutil
+from itertools import product
+from pathlib import Path
+
+import matplotlib
+import pandas as pd
+import pytest
+
+from mla.report import data
+from mla.schema import DECODE_COLUMNS, TUNE_COLUMNS
+
+matplotlib.use("Agg")
+
+# How many times the finished kernel's latency each implementation takes.
+FACTORS = {"portable": 1.0, "torch_compile": 1.5, "torch_compile_paged": 2.5, "flashmla": 0.8, "absorbed": 4.0}
+SHAPES = list(product((8, 32, 64, 128), (1024, 4096, 16384, 32768)))
+README = "before\n" + "".join(
+    f"<!-- {name}:begin -->\nold {name}\n<!-- {name}:end -->\nbetween\n" for name in ("headline", "results", "claims")
+)
+
+
+def decode_row(implementation: str, batch_size: int, context_len: int, timer: str = "cuda_graph", **changes) -> dict:
+    """One measurement; the finished kernel runs at 500 TFLOPS in a graph, and eager launches add 30 us."""
+    tokens = batch_size * context_len
+    flops = 2 * (576 + 512) * 128 * tokens
+    latency_us = FACTORS.get(implementation, 1.0) * flops / 500e6 + (30 if timer == "eager" else 0)
+    row = dict.fromkeys(DECODE_COLUMNS) | {
+        "implementation": implementation,
+        "batch_size": batch_size,
+        "context_len": context_len,
+        "num_heads": 128,
+        "q_len": 1,
+        "dtype": "bf16",
+        "page_size": None if implementation in ("torch_compile", "absorbed") else 64,
+        "timer": timer,
+        "l2_state": "cold",
+        "latency_us_p20": latency_us * 0.99,
+        "latency_us_p50": latency_us,
+        "latency_us_p80": latency_us * 1.01,
+        "repeats": 50,
+        "bytes_moved": tokens * 1152 + batch_size * 128 * 1088 * 2,
+        "flops": flops,
+        "matmul_tflops": 800.0,
+        "read_gbps": 4500.0,
+        "rel_err": 0.002,
+        "passed": True,
+        "status": "ok",
+        "run_id": "r1",
+    }
+    row |= changes
+    if row["status"] != "ok":
+        row |= dict.fromkeys(("latency_us_p20", "latency_us_p50", "latency_us_p80")) | {"passed": False}
+    return row
+
+
+def tune_row(batch_size: int, context_len: int, latency_us: float, **changes) -> dict:
+    """One measurement of the sweep: by default the first guess."""
+    return (
+        dict.fromkeys(TUNE_COLUMNS)
+        | {
+            "batch_size": batch_size,
+            "context_len": context_len,
+            "num_heads": 128,
+            "dtype": "bf16",
+            "page_size": 64,
+            "block_h": 16,
+            "block_n": 32,
+            "num_warps": 4,
+            "num_stages": 2,
+            "loads": "pointer",
+            "num_splits": 2,
+            "latency_us_p50": latency_us,
+            "status": "ok",
+            "run_id": "t1",
+        }
+        | changes
+    )
+
+
+class DataFolder:
+    """A data folder in the making: `decode` and `tune` are lists of rows to change before `write`."""
+
+    def __init__(self, path: Path, published: Path):
+        self.path = path
+        self.path.mkdir(parents=True, exist_ok=True)
+        shutil.copy(published, path)
+        timers = ("cuda_graph", "eager")
+        self.decode = [decode_row(name, *shape, timer) for name in FACTORS for shape in SHAPES for timer in timers]
+        self.tune = []
+        for shape in SHAPES:
+            self.tune += [tune_row(*shape, 200.0), tune_row(*shape, 100.0, block_h=64, block_n=64, loads="descriptor")]
+
+    def change(self, implementation: str, shape: tuple[int, int], **changes) -> None:
+        """Change both measurements (graph, eager) of one implementation at one shape; `drop=True` removes them."""
+        for index, row in enumerate(self.decode):
+            if (row["implementation"], row["batch_size"], row["context_len"]) == (implementation, *shape):
+                if changes.get("drop"):
+                    self.decode[index] = None
+                else:
+                    self.decode[index] = decode_row(implementation, *shape, row["timer"], **changes)
+        self.decode = [row for row in self.decode if row]
+
+    def write(self, gpu="h200", date="2026-01-02", gpu_name="NVIDIA H200", dirty=False, columns=DECODE_COLUMNS) -> Path:
+        """Write both CSV files and their provenance; returns the folder."""
+        for kind, rows, run in (("decode", self.decode, "r1"), ("tune", self.tune, "t1")):
+            stem = self.path / f"{kind}_{gpu}_{date}"
+            names = columns if kind == "decode" else TUNE_COLUMNS
+            pd.DataFrame(rows, columns=names).to_csv(f"{stem}.csv", index=False)
+            sidecar = {"gpu": gpu_name, "runs": [{"run_id": run, "dirty": dirty}]}
+            Path(f"{stem}.json").write_text(json.dumps(sidecar), encoding="utf-8")
+        return self.path
+
+    def load(self, **options) -> pd.DataFrame:
+        """Write and load the decode measurements."""
+        return data.load(self.write(**options), options.get("gpu", "h200"))
+
+    def load_tune(self) -> pd.DataFrame:
+        """Write and load the sweep."""
+        return data.load_tune(self.write())
+
+
+@pytest.fixture
+def published_file(request) -> Path:
+    return request.config.rootpath / "data" / "published.csv"
+
+
+@pytest.fixture
+def published(published_file) -> pd.DataFrame:
+    return data.load_published(published_file.parent)
+
+
+@pytest.fixture
+def folder(tmp_path, published_file) -> DataFolder:
+    return DataFolder(tmp_path / "data", published_file)
+
+
+@pytest.fixture
+def readme_text() -> str:
+    return README
+
+
+@pytest.fixture
+def make_row():
+    return decode_row

@@ -1,0 +1,61 @@
+# One environment, .venv, reused by every target. An interpreter given as PYTHON=... is used as it is instead, and
+# nothing is installed: `make measure PYTHON=python3`.
+ifeq ($(origin PYTHON),command line)
+PY := $(PYTHON)
+else
+PY := .venv/bin/python
+LIGHT := .venv/light.stamp
+FULL := .venv/full.stamp
+LAB := .venv/lab.stamp
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help figures test notebooks lab measure test-gpu lint clean
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+figures: $(LIGHT)  ## redraw every figure and table from data/ (main job; no GPU, no torch; GPU=h100 for another card)
+	$(PY) -m mla.report $(if $(GPU),--gpu $(GPU))
+
+test: $(FULL)  ## run the tests (no GPU needed)
+	$(PY) -m pytest -q
+
+notebooks: $(LAB)  ## execute the notebooks afresh, in place
+	$(PY) -m mla.report.notebooks notebooks
+
+lab: $(LAB)  ## open the notebooks in JupyterLab
+	$(PY) -m jupyterlab notebooks
+
+measure: $(FULL)  ## sweep and benchmark on this machine's GPU, into data/
+	$(PY) -m mla.measure.bench tune --output data
+	$(PY) -m mla.measure.bench --output data
+
+test-gpu: $(FULL)  ## run the kernel tests on this machine's GPU, summary into data/
+	$(PY) -m pytest -q mla/tests/test_decode.py mla/tests/test_decode_gpu.py mla/tests/stages mla/tests/kernels --record data
+
+lint: $(FULL)  ## check style, CITATION.cff and the sidecars
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m check_jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+
+clean:  ## delete the environment and caches
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"expected Python 3.11 or newer as python3, got {sys.version}")'
+	python3 -m venv .venv
+
+.venv/light.stamp: pyproject.toml | .venv/bin/python
+	.venv/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["figures"], sep="\n")' > .venv/figures.txt
+	.venv/bin/python -m pip install -q -r .venv/figures.txt
+	touch $@
+
+.venv/full.stamp: pyproject.toml | .venv/bin/python
+	.venv/bin/python -m pip install -q -e '.[reproduction,tests]'
+	touch $@
+
+.venv/lab.stamp: .venv/full.stamp
+	.venv/bin/python -m pip install -q -e '.[reproduction,tests,notebooks]'
+	touch $@

@@ -27,12 +27,12 @@ notebooks: $(LAB)  ## execute the notebooks afresh, in place
 lab: $(LAB)  ## open the notebooks in JupyterLab
 	$(PY) -m jupyterlab notebooks
 
-measure: $(FULL)  ## sweep and benchmark on this machine's GPU, into data/
+measure: $(FULL)  ## sweep and benchmark on this machine's GPU, into data/ (run again to go on)
 	$(PY) -m mla.measure.bench tune --output data
-	$(PY) -m mla.measure.bench --output data
+	$(PY) -m mla.measure.bench --output data $(FLAGS)
 
 test-gpu: $(FULL)  ## run the kernel tests on this machine's GPU, summary into data/
-	$(PY) -m pytest -q mla/tests/test_decode.py mla/tests/test_decode_gpu.py mla/tests/stages mla/tests/kernels --record data
+	$(PY) -m pytest -q mla/tests/test_decode.py mla/tests/test_decode_gpu.py mla/tests/stages mla/tests/kernels --record data $(FLAGS)
 
 lint: $(FULL)  ## check style, CITATION.cff and the sidecars
 	$(PY) -m ruff check .

@@ -106,10 +106,15 @@ def _flashmla(problems: list[Problem]) -> Prepared:
 
 def _flashinfer(backend: str) -> Callable[[list[Problem]], Prepared]:
     def prepare(problems: list[Problem]) -> Prepared:
-        wrappers = [peers.flashinfer_plan(p, backend) for p in problems]
+        wrappers = [peers.flashinfer_wrapper(p, backend) for p in problems]
+        metadata = [peers.flashinfer_metadata(p) for p in problems]
+        for planned in zip(problems, wrappers, metadata, strict=True):
+            peers.flashinfer_plan(*planned)
+        # timed on a wrapper of its own: planning again would move the buffers that a captured graph reads
+        spare = peers.flashinfer_wrapper(problems[0], backend)
         return Prepared(
             [lambda p=p, w=w: peers.flashinfer_decode(p, w) for p, w in zip(problems, wrappers, strict=True)],
-            plan=lambda: peers.flashinfer_replan(problems[0], wrappers[0]),
+            plan=lambda: peers.flashinfer_plan(problems[0], spare, metadata[0]),
         )
 
     return prepare

@@ -65,42 +65,44 @@ def flashmla_decode(problem: Problem, plan) -> tuple[torch.Tensor, torch.Tensor]
     return out[:, 0], lse[:, :, 0]
 
 
-def flashinfer_plan(problem: Problem, backend: str):
-    """A wrapper whose plan (made on the host, with a synchronisation) holds this problem's lengths and pages."""
+def flashinfer_wrapper(problem: Problem, backend: str):
+    """A wrapper without a plan."""
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
-    workspace = torch.empty(128 * 2**20, dtype=torch.int8, device=problem.kv_cache.device)
-    wrapper = BatchMLAPagedAttentionWrapper(workspace, backend=backend)
-    flashinfer_replan(problem, wrapper)
-    return wrapper
+    workspace = torch.empty(128 * 2**20, dtype=torch.uint8, device=problem.kv_cache.device)
+    return BatchMLAPagedAttentionWrapper(workspace, backend=backend)
 
 
-def flashinfer_replan(problem: Problem, wrapper) -> None:
-    """Plan again with the problem's lengths and pages."""
-    config, device = problem.config, problem.kv_cache.device
+def flashinfer_metadata(problem: Problem):
+    """The problem's lengths and pages as FlashInfer wants them, on the host, where its planner reads them."""
+    from flashinfer.mla import MLAPlanMetadata
+
     page_size = problem.kv_cache.shape[1]
     lengths = problem.seq_lens.cpu()
-    pages = (lengths + page_size - 1) // page_size
-    indices = torch.cat([row[:n] for row, n in zip(problem.block_table, pages.tolist(), strict=True)])
-    starts = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
+    num_pages = (lengths + page_size - 1) // page_size
+    table = problem.block_table.cpu()
+    indices = torch.cat([row[:n] for row, n in zip(table, num_pages.tolist(), strict=True)])
+    starts = torch.nn.functional.pad(num_pages.cumsum(0), (1, 0)).int()
+    return MLAPlanMetadata.csr(torch.arange(len(lengths) + 1, dtype=torch.int32), starts, indices, lengths)
+
+
+def flashinfer_plan(problem: Problem, wrapper, metadata) -> None:
+    """Plan on the host; a step's layers share it."""
+    config = problem.config
     wrapper.plan(
-        torch.arange(len(lengths) + 1, dtype=torch.int32, device=device),
-        starts.to(device),
-        indices,
-        lengths.to(device),
-        config.num_heads,
-        config.kv_lora_rank,
-        config.qk_rope_head_dim,
-        page_size,
-        False,
-        problem.softmax_scale,
-        problem.q_absorbed.dtype,
-        problem.kv_cache.dtype,
+        metadata=metadata,
+        num_heads=config.num_heads,
+        head_dim_ckv=config.kv_lora_rank,
+        head_dim_kpe=config.qk_rope_head_dim,
+        page_size=problem.kv_cache.shape[1],
+        causal=False,
+        sm_scale=problem.softmax_scale,
+        q_data_type=problem.q_absorbed.dtype,
+        kv_data_type=problem.kv_cache.dtype,
+        lse_mode="base2",
     )
 
 
 def flashinfer_decode(problem: Problem, wrapper) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch_size, num_heads, kv_lora_rank) and lse in base 2."""
-    rank = problem.config.kv_lora_rank
-    q, kv = problem.q_absorbed, problem.kv_cache
-    return wrapper.run(q[..., :rank], q[..., rank:], kv[..., :rank], kv[..., rank:], return_lse=True)
+    return wrapper.run(query=problem.q_absorbed, kv_cache=problem.kv_cache, return_lse=True)

@@ -28,6 +28,7 @@ class PortableConfig:
         block_n: tokens a tile holds, 16 or more.
         num_warps, num_stages: Triton's.
         use_descriptors: load whole tiles by TMA (Hopper and newer; emulated by Triton elsewhere).
+        programs_per_sm: programs that share a SM, which one wave of splits then counts on.
     """
 
     block_h: int
@@ -35,6 +36,7 @@ class PortableConfig:
     num_warps: int
     num_stages: int
     use_descriptors: bool = False
+    programs_per_sm: int = 1
 
 
 @triton.jit
@@ -140,12 +142,12 @@ def descriptors_fit(kv_cache: torch.Tensor, block_n: int) -> bool:
 CONFIGS = {
     16: (
         PortableConfig(16, 64, num_warps=8, num_stages=2, use_descriptors=True),
-        PortableConfig(16, 32, num_warps=4, num_stages=2),
+        PortableConfig(16, 32, num_warps=4, num_stages=2, programs_per_sm=2),
     ),
     64: (
         PortableConfig(64, 64, num_warps=8, num_stages=2, use_descriptors=True),
         PortableConfig(64, 32, num_warps=8, num_stages=2, use_descriptors=True),
-        PortableConfig(64, 32, num_warps=8, num_stages=2),
+        PortableConfig(64, 64, num_warps=8, num_stages=1),
     ),
 }
 # Rows of 4-byte elements: tiles small enough for shared memory.
@@ -197,7 +199,7 @@ def mla_decode_portable(
         batch_size,
         head_blocks,
         triton.cdiv(block_table.shape[1] * page_size, config.block_n),
-        num_sms(q.device),
+        num_sms(q.device) * config.programs_per_sm,
     )
     if num_splits == 1:
         part_out, part_lse = out[:, None], lse[:, None]

@@ -22,8 +22,6 @@ from mla.measure.subprocesses import gate_in_process, time_in_process
 from mla.measure.worker import TIMERS
 from mla.schema import DECODE_COLUMNS
 
-# Shapes are gated in groups, so that a run that stops between two groups has wasted little.
-_GROUP = 4
 # Gates that share the GPU: they check, they do not time.
 _GATE_JOBS = 4
 
@@ -50,6 +48,13 @@ def _parser() -> argparse.ArgumentParser:
         default=float("inf"),
         metavar="S",
         help="start no further group of shapes after this many seconds",
+    )
+    parser.add_argument(
+        "--group",
+        type=int,
+        default=4,
+        metavar="N",
+        help="shapes that are checked before the first of them is timed; fewer waste less where a run is cut short",
     )
     parser.add_argument("--gate-timeout", type=float, default=180.0, metavar="S", help="limit of one check")
     parser.add_argument("--time-timeout", type=float, default=300.0, metavar="S", help="limit of timing one shape")
@@ -163,7 +168,7 @@ def run_benchmark(args: argparse.Namespace, command: list[str]) -> int:
     }
     begin, num_failed = time.monotonic(), 0
     progress = _Progress(sum(len(pending) + 1 for pending in todo.values()))
-    for group in _batched(list(todo), _GROUP):
+    for group in _batched(list(todo), args.group):
         if time.monotonic() - begin > args.time_budget:
             print("time budget spent: run the same command again to go on", file=sys.stderr)
             break

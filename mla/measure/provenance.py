@@ -56,8 +56,7 @@ def gpu_name(device_name: str) -> str:
 
 def machine() -> dict[str, object]:
     """GPU, driver and versions; no host or user names."""
-    query = _output_of("nvidia-smi", f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits", "-i", "0")
-    smi = dict(zip(_SMI_FIELDS, (query or "").split(", "), strict=False)) if query else {}
+    smi = _query_gpu(_SMI_FIELDS)
     return {
         "gpu": torch.cuda.get_device_name(),
         "driver": smi.get("driver_version"),
@@ -70,9 +69,14 @@ def machine() -> dict[str, object]:
 
 def clocks() -> dict[str, object]:
     """Clocks in MHz and temperature in degrees Celsius, as found now."""
-    fields = _SMI_FIELDS[2:]
-    query = _output_of("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "-i", "0")
-    return dict(zip(fields, query.split(", "), strict=True)) if query else {}
+    return _query_gpu(_SMI_FIELDS[2:])
+
+
+def _query_gpu(fields: tuple[str, ...]) -> dict[str, str]:
+    """What nvidia-smi says of torch's current GPU; empty where it is not there."""
+    gpu = f"GPU-{torch.cuda.get_device_properties('cuda').uuid}" if torch.cuda.is_available() else "0"
+    answer = _output_of("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "-i", gpu)
+    return dict(zip(fields, answer.split(", "), strict=True)) if answer else {}
 
 
 def utc_now() -> str:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
+
+from mla.kernels.launch import num_sms
+from mla.kernels.read import read_once
 
 # A timed stretch lasts about this long, so that the events' resolution (0.5 us) does not matter.
 _STRETCH_MS = 2.0
@@ -149,14 +150,6 @@ MATMUL_SIZE = 8192
 READ_BYTES = 2**30
 
 
-@triton.jit
-def _read_kernel(x_ptr, out_ptr, num_blocks, BLOCK: tl.constexpr):
-    total = tl.zeros((BLOCK,), tl.int32)
-    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
-        total ^= tl.load(x_ptr + block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK))
-    tl.store(out_ptr + tl.program_id(0), tl.xor_sum(total, axis=0))
-
-
 def ceiling_stretches(seed: int) -> dict[str, Stretch]:
     """`matmul` (8192³ bf16, random data) and `read` (1 GiB, once through), each as a CUDA graph."""
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -164,12 +157,10 @@ def ceiling_stretches(seed: int) -> dict[str, Stretch]:
     a, b = (torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(generator=generator) for _ in range(2))
     c = torch.empty_like(a)
     x = torch.randint(2**31 - 1, (READ_BYTES // 4,), dtype=torch.int32, device="cuda", generator=generator)
-    block = 4096
-    programs = 8 * torch.cuda.get_device_properties("cuda").multi_processor_count
-    sums = torch.empty(programs, dtype=torch.int32, device="cuda")
+    parities = torch.empty(8 * num_sms(x.device), dtype=torch.int32, device="cuda")
     return {
         "matmul": graph_stretch([lambda: torch.mm(a, b, out=c)]),
-        "read": graph_stretch([lambda: _read_kernel[(programs,)](x, sums, len(x) // block, BLOCK=block, num_warps=8)]),
+        "read": graph_stretch([lambda: read_once(x, parities)]),
     }
 
 

@@ -9,6 +9,7 @@ import gc
 import random
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -51,14 +52,16 @@ MORE_CASES = (
 
 
 def _variants(case: Case, problem: Problem) -> list[tuple[PortableConfig, int | None]]:
-    """What can run a case: all candidates with the default split count, the kept ones with half and twice as many."""
-    fitting = [c for c in CANDIDATES if not c.use_descriptors or portable.descriptors_fit(problem.kv_cache, c.block_n)]
-    variants = [(config, None) for config in fitting]
-    for config in fitting:
-        if config in portable.CONFIGS[config.block_h if config.block_h in portable.CONFIGS else 64]:
-            default = max(
-                1, num_sms(problem.kv_cache.device) // (case.batch_size * -(-case.num_heads // config.block_h))
-            )
+    """What can run a case: all candidates at one program a SM, the kept ones also with half and twice the splits."""
+    kept = {replace(c, programs_per_sm=1) for configs in portable.CONFIGS.values() for c in configs}
+    variants = []
+    for config in CANDIDATES:
+        if config.use_descriptors and not portable.descriptors_fit(problem.kv_cache, config.block_n):
+            continue
+        variants.append((config, None))
+        if config in kept:
+            head_blocks = -(-case.num_heads // config.block_h)
+            default = max(1, num_sms(problem.kv_cache.device) // (case.batch_size * head_blocks))
             variants += [(config, n) for n in sorted({max(1, default // 2), 2 * default} - {default})]
     return variants
 

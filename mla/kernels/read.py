@@ -10,8 +10,10 @@ _BLOCK = 4096
 @triton.jit
 def _read_kernel(x_ptr, out_ptr, num_blocks, BLOCK: tl.constexpr):
     total = tl.zeros((BLOCK,), tl.int32)
-    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
-        total ^= tl.load(x_ptr + block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK))
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    for _ in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        total ^= tl.load(x_ptr + offsets)
+        offsets += tl.num_programs(0) * BLOCK
     tl.store(out_ptr + tl.program_id(0), tl.xor_sum(total, axis=0))
 
 

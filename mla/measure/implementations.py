@@ -88,7 +88,8 @@ def _torch_compile_paged(problems: list[Problem]) -> Prepared:
 
     @torch.compile(mode="max-autotune-no-cudagraphs", fullgraph=True, dynamic=False)
     def attend(q: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
-        kv = kv_cache[block_table].flatten(1, 2)[:, :context_len]
+        # torch 2.11 multiplies an int32 page id by the page's size in 32 bits: wrong rows past 2^31 elements
+        kv = kv_cache[block_table.long()].flatten(1, 2)[:, :context_len]
         return absorbed.attend(q, kv, scale, config.kv_lora_rank)[0]
 
     return Prepared([lambda p=p: (attend(p.q_absorbed, p.kv_cache, p.block_table), None) for p in problems])

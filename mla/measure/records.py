@@ -2,6 +2,7 @@
 
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -46,6 +47,15 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def remove_rows(path: Path, is_removed: Callable[[dict[str, str]], bool]) -> None:
+    """Write the file without the rows that are to be measured again; what is not removed stays as it is."""
+    rows = read_rows(path)
+    kept = [row for row in rows if not is_removed(row)]
+    if len(kept) < len(rows):
+        path.unlink()
+        append_rows(path, list(rows[0]), kept)
 
 
 def append_rows(path: Path, columns: list[str], rows: list[dict[str, object]]) -> None:

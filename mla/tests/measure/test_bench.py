@@ -141,8 +141,16 @@ def test_a_second_run_skips_what_is_done(monkeypatch, tmp_path):
     assert {(r["passed"], r["status"], r["latency_us_p50"]) for r in failed} == {
         ("False", "failed: relative error", "")
     }
+    # --again measures one shape anew and leaves the other's rows as they are
+    args = bench._parser().parse_args([*common, "8", "--again"])
+    bench.run_benchmark(args, common)
+    with path.open() as file:
+        again = list(csv.DictReader(file))
+    assert [r for r in again if r["batch_size"] == "32"] == [r for r in rows if r["batch_size"] == "32"]
+    assert len(again) == len(rows)
+    assert {r["run_id"] for r in again if r["batch_size"] == "8"} == {"decode_h200_2026-01-01-3"}
     sidecar = json.loads(path.with_suffix(".json").read_text())
-    assert [r["run_id"] for r in sidecar["runs"]] == ["decode_h200_2026-01-01-1", "decode_h200_2026-01-01-2"]
+    assert [r["run_id"] for r in sidecar["runs"]] == [f"decode_h200_2026-01-01-{i}" for i in (1, 2, 3)]
     assert {r["source_sha256"] for r in sidecar["runs"]} == {source_digest()}
 
 

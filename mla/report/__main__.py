@@ -10,6 +10,9 @@ import pandas as pd
 from mla.report import claims_tables, data, figures, readme, tables, tuning_tables
 from mla.report.claims import claims
 
+# --data and --output where they are not given; a README is only ours to rewrite beside them.
+DEFAULT_FOLDERS = (Path("data"), Path("figures"))
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line, write all files, print one line a file; a known error is one line and status 1."""
@@ -32,9 +35,13 @@ def main(arguments: list[str] | None = None) -> int:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line, with the README decided: only the default GPU's results go there."""
     parser = argparse.ArgumentParser(prog="python -m mla.report", description=__doc__)
-    parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the measured data (default: data)")
-    parser.add_argument("--output", type=Path, default=Path("figures"), help="folder to write to (default: figures)")
-    parser.add_argument("--readme", type=Path, help="file whose blocks are replaced (default: README.md if there)")
+    parser.add_argument(
+        "--data", type=Path, default=DEFAULT_FOLDERS[0], help="folder of the measured data (default: data)"
+    )
+    parser.add_argument("--output", type=Path, default=DEFAULT_FOLDERS[1], help="folder to write to (default: figures)")
+    parser.add_argument(
+        "--readme", type=Path, help="file whose blocks are replaced (default: README.md, with the default folders)"
+    )
     parser.add_argument(
         "--gpu",
         default=data.DEFAULT_GPU,
@@ -46,7 +53,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         if options.readme is not None:
             parser.error(f"expected --readme only with --gpu {data.DEFAULT_GPU}, got {options.gpu}; drop one of them")
         options.output = options.output / options.gpu
-    elif options.readme is None and Path("README.md").is_file():
+    elif options.readme is None and Path("README.md").is_file() and (options.data, options.output) == DEFAULT_FOLDERS:
         options.readme = Path("README.md")
     return options
 

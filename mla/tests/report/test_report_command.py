@@ -88,3 +88,12 @@ def test_list_shows_the_files(folder, capsys):
     main(["--data", str(folder.write()), "--list"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines] == [["decode", "h200", "2026-01-02"], ["tune", "h200", "2026-01-02"]]
+
+
+def test_readme_is_left_alone_where_other_folders_are_given(folder, tmp_path, monkeypatch):
+    """Drawing elsewhere, from the repository's root, must not rewrite its README."""
+    monkeypatch.chdir(tmp_path)
+    readme = tmp_path / "README.md"
+    readme.write_text("no markers", encoding="utf-8")
+    assert main(["--data", str(folder.write()), "--output", str(tmp_path / "elsewhere")]) == 0
+    assert readme.read_text(encoding="utf-8") == "no markers"

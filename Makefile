@@ -34,7 +34,7 @@ measure: $(FULL)  ## sweep and benchmark on this machine's GPU, into data/ (run 
 test-gpu: $(FULL)  ## run the kernel tests on this machine's GPU, summary into data/
 	$(PY) -m pytest -q mla/tests/test_decode.py mla/tests/test_decode_gpu.py mla/tests/stages mla/tests/kernels --record data $(FLAGS)
 
-lint: $(FULL)  ## check style, CITATION.cff and the sidecars
+lint: $(FULL)  ## check style and CITATION.cff
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m check_jsonschema --builtin-schema vendor.citation-file-format CITATION.cff

@@ -59,7 +59,6 @@ def mla_decode(
 
     Reference: DeepSeek-V2, arXiv 2405.04434, section 2.1.2.
     """
-    _check(q, kv_cache, block_table, seq_lens, kv_lora_rank, num_splits, out)
     if torch.compiler.is_compiling():
         new_out, lse = torch.ops.mla.decode(q, kv_cache, block_table, seq_lens, softmax_scale, kv_lora_rank, num_splits)
         return (new_out if out is None else out.copy_(new_out)), lse
@@ -76,6 +75,7 @@ def _decode(
     num_splits: int | None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    _check(q, kv_cache, block_table, seq_lens, kv_lora_rank, num_splits, out)
     new_out, lse = _empty_outputs(q, kv_lora_rank)
     out = new_out if out is None else out
     if q.shape[0] == 0:
@@ -105,6 +105,7 @@ def _decode_op(
 
 @_decode_op.register_fake
 def _(q, kv_cache, block_table, seq_lens, softmax_scale, kv_lora_rank, num_splits):
+    _check(q, kv_cache, block_table, seq_lens, kv_lora_rank, num_splits, None)
     return _empty_outputs(q, kv_lora_rank)
 
 
@@ -152,6 +153,12 @@ def _check(q, kv_cache, block_table, seq_lens, kv_lora_rank, num_splits, out) ->
                 f"{name}: expected a contiguous last dimension, got strides {tuple(tensor.stride())}; "
                 f"call .contiguous()"
             )
+
+    if out is not None and any(n > 1 and stride == 0 for n, stride in zip(out.shape, out.stride(), strict=True)):
+        raise ValueError(
+            f"out: expected memory of its own for every element, got an expanded tensor of strides "
+            f"{tuple(out.stride())}; allocate it with torch.empty"
+        )
 
     if q.dtype not in _DTYPES:
         raise TypeError(f"q: expected bfloat16, float16 or float32, got {q.dtype}; convert q and kv_cache")

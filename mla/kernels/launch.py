@@ -1,18 +1,37 @@
 """What launchers share: facts about the device and the choice of the current one."""
 
 from contextlib import nullcontext
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
-# SMs of the GPU that a machine without one pretends to be (an H200), so that split counts are the same there.
-_SMS_WITHOUT_GPU = 132
+
+class Device(NamedTuple):
+    """What the choice of a configuration depends on.
+
+    Args:
+        num_sms: streaming multiprocessors.
+        shared_bytes: shared memory that a program can have.
+        has_tma: whether tiles can be loaded by TMA (Hopper and newer).
+    """
+
+    num_sms: int
+    shared_bytes: int
+    has_tma: bool
 
 
-def num_sms(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device; 132 for the CPU, where kernels run on the interpreter."""
+# What a machine without a GPU pretends to be, so that the same configurations run on its interpreter.
+_H200 = Device(num_sms=132, shared_bytes=232_448, has_tma=True)
+
+
+@lru_cache
+def device_facts(device: torch.device) -> Device:
+    """Facts of a CUDA device; an H200's for the CPU, where kernels run on the interpreter."""
     if device.type != "cuda":
-        return _SMS_WITHOUT_GPU
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        return _H200
+    properties = torch.cuda.get_device_properties(device)
+    return Device(properties.multi_processor_count, properties.shared_memory_per_block_optin, properties.major >= 9)
 
 
 def device_guard(device: torch.device):

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mla.kernels.launch import num_sms
+from mla.kernels.launch import device_facts
 from mla.kernels.merge import merge_partials
 from mla.kernels.tile import LOG2_E, attend_tile, normalise
 from mla.plan import choose_num_splits
@@ -56,11 +56,12 @@ def _load_tile(
     if IS_FULL and PAGE_SIZE % BLOCK_N == 0:
         # the whole tile lies in one page
         page = tl.load(block_table_ptr + start // PAGE_SIZE).to(tl.int64)
-        slots = start % PAGE_SIZE + tl.arange(0, BLOCK_N)
+        slots = (start % PAGE_SIZE + tl.arange(0, BLOCK_N)).to(tl.int64)
         rows = kv_ptr + page * stride_kv_page + slots[:, None] * stride_kv_token
     else:
         pages = tl.load(block_table_ptr + tokens // PAGE_SIZE, mask=is_token, other=0).to(tl.int64)
-        rows = kv_ptr + (pages * stride_kv_page + (tokens % PAGE_SIZE) * stride_kv_token)[:, None]
+        slots = (tokens % PAGE_SIZE).to(tl.int64)
+        rows = kv_ptr + (pages * stride_kv_page + slots * stride_kv_token)[:, None]
     rank, rope = tl.arange(0, RANK)[None, :], tl.arange(0, ROPE)[None, :]
     if IS_FULL:
         return tl.load(rows + rank), tl.load(rows + RANK + rope), is_token
@@ -84,20 +85,21 @@ def _mla_decode_portable_kernel(
     head_blocks = tl.cdiv(num_heads, BLOCK_H)
     program = tl.program_id(0)
     heads = (program % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
-    split = program // head_blocks % num_splits
+    split = (program // head_blocks % num_splits).to(tl.int64)
     b = (program // (head_blocks * num_splits)).to(tl.int64)
     is_head = heads < num_heads
 
     seq_len = tl.load(seq_lens_ptr + b)
     # whole tiles, so that only the last part of a request ends inside one
     split_len = tl.cdiv(tl.cdiv(seq_len, BLOCK_N), num_splits) * BLOCK_N
-    first_token = split * split_len
+    first_token = split.to(tl.int32) * split_len
     end_token = tl.minimum(first_token + split_len, seq_len)
     end_of_full = first_token + (tl.maximum(end_token - first_token, 0) // BLOCK_N) * BLOCK_N
     block_table_ptr += b * stride_table_batch
 
     rank, rope = tl.arange(0, RANK)[None, :], tl.arange(0, ROPE)[None, :]
-    q_row = q_ptr + b * stride_q_batch + heads[:, None] * stride_q_head
+    wide_heads = heads.to(tl.int64)[:, None]
+    q_row = q_ptr + b * stride_q_batch + wide_heads * stride_q_head
     q_latent = tl.load(q_row + rank, mask=is_head[:, None], other=0.0)
     q_rope = tl.load(q_row + RANK + rope, mask=is_head[:, None], other=0.0)
 
@@ -122,7 +124,7 @@ def _mla_decode_portable_kernel(
         )
 
     out, lse = normalise(row_max, row_sum, acc)
-    out_row = out_ptr + b * stride_out_batch + split * stride_out_split + heads[:, None] * stride_out_head
+    out_row = out_ptr + b * stride_out_batch + split * stride_out_split + wide_heads * stride_out_head
     tl.store(out_row + rank, out, mask=is_head[:, None])
     tl.store(lse_ptr + b * stride_lse_batch + split * stride_lse_split + heads, lse, mask=is_head)
 
@@ -137,8 +139,9 @@ def descriptors_fit(kv_cache: torch.Tensor, block_n: int) -> bool:
 
 
 # What the sweep on an H200 left (`triton-mla-bench tune`, data/tune_*.csv; gains a shape in figures/tuning.md): for
-# each block of heads the configurations in order of preference, of which the first that fits the pages is taken.
-# Blocks of 64 heads run on wgmma, blocks of 16 on mma.sync; pages that no tile fits come in through pointers.
+# each block of heads the configurations in order of preference, of which the first that fits pages and device is
+# taken. Blocks of 64 heads run on wgmma, blocks of 16 on mma.sync; pages that no tile fits come in through pointers.
+# At 16 heads and whole tiles the two configurations are within 1.5% of each other, either way round.
 CONFIGS = {
     16: (
         PortableConfig(16, 64, num_warps=8, num_stages=2, use_descriptors=True),
@@ -150,16 +153,44 @@ CONFIGS = {
         PortableConfig(64, 64, num_warps=8, num_stages=1),
     ),
 }
-# Rows of 4-byte elements: tiles small enough for shared memory.
-FP32_CONFIG = PortableConfig(16, 16, num_warps=4, num_stages=1)
+# Where shared memory is short (wide or 4-byte rows, other GPUs); correct, not tuned.
+SMALL_CONFIGS = (
+    PortableConfig(16, 32, num_warps=4, num_stages=2),
+    PortableConfig(16, 16, num_warps=4, num_stages=1),
+)
 
 
 def choose_config(q: torch.Tensor, kv_cache: torch.Tensor) -> PortableConfig:
-    """The configuration for a call."""
-    if q.element_size() == 4:
-        return FP32_CONFIG
-    configs = CONFIGS[16 if q.shape[1] <= 16 else 64]
-    return next(c for c in configs if not c.use_descriptors or descriptors_fit(kv_cache, c.block_n))
+    """The first configuration that fits a call's pages and device.
+
+    Raises:
+        RuntimeError: rows are too wide for the device's shared memory.
+    """
+    facts = device_facts(q.device)
+    row_bytes = q.shape[2] * q.element_size()
+    # the interpreter and mma.sync on 4-byte elements want the small tiles
+    tuned = CONFIGS[16 if q.shape[1] <= 16 else 64] if q.element_size() == 2 else ()
+    for config in (*tuned, *SMALL_CONFIGS):
+        needed = (config.block_h + config.num_stages * config.block_n) * row_bytes
+        can_load = not config.use_descriptors or (facts.has_tma and descriptors_fit(kv_cache, config.block_n))
+        if can_load and needed <= facts.shared_bytes:
+            return config
+    raise RuntimeError(
+        f"mla_decode: expected a device with at least {needed} bytes of shared memory a block for rows of {row_bytes} "
+        f"bytes, got {facts.shared_bytes}; use a 16-bit cache or a smaller kv_lora_rank"
+    )
+
+
+def default_num_splits(
+    q: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, config: PortableConfig
+) -> int:
+    """Parts a request for about one wave; the table's width bounds the lengths, which only the device knows."""
+    return choose_num_splits(
+        q.shape[0],
+        triton.cdiv(q.shape[1], config.block_h),
+        triton.cdiv(block_table.shape[1] * kv_cache.shape[1], config.block_n),
+        device_facts(q.device).num_sms * config.programs_per_sm,
+    )
 
 
 def mla_decode_portable(
@@ -195,12 +226,7 @@ def mla_decode_portable(
     page_size, rank = kv_cache.shape[1], out.shape[-1]
     config = config or choose_config(q, kv_cache)
     head_blocks = triton.cdiv(num_heads, config.block_h)
-    num_splits = num_splits or choose_num_splits(
-        batch_size,
-        head_blocks,
-        triton.cdiv(block_table.shape[1] * page_size, config.block_n),
-        num_sms(q.device) * config.programs_per_sm,
-    )
+    num_splits = num_splits or default_num_splits(q, kv_cache, block_table, config)
     if num_splits == 1:
         part_out, part_lse = out[:, None], lse[:, None]
     else:

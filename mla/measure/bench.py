@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     shapes.add_argument("--context-len", type=int, nargs="+", metavar="N", help="cached tokens a request")
     shapes.add_argument("--num-heads", type=int, nargs="+", metavar="N", help="query heads")
     shapes.add_argument("--page-size", type=int, nargs="+", metavar="N", help="tokens a page")
-    shapes.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    shapes.add_argument("--dtype", choices=("bfloat16", "float16"), help="default: bfloat16, without a GPU float16")
     parser.add_argument("--implementations", nargs="+", metavar="ID", help=f"of {', '.join(IMPLEMENTATIONS)}")
     parser.add_argument("--timer", choices=TIMERS, nargs="+", default=list(TIMERS))
     parser.add_argument(
@@ -58,7 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--gate-timeout", type=float, default=180.0, metavar="S", help="limit of one check")
     parser.add_argument("--time-timeout", type=float, default=300.0, metavar="S", help="limit of timing one shape")
-    parser.add_argument("--again", action="store_true", help="measure the chosen shapes again and replace their rows")
+    parser.add_argument(
+        "--again", action="store_true", help="measure again what has rows; the old go to FILE.replaced.csv"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check", action="store_true", help="only check; without a GPU on Triton's interpreter")
     return parser
@@ -66,11 +68,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _cases(args: argparse.Namespace) -> list[Case]:
     given = {k: getattr(args, k) for k in ("batch_size", "context_len", "num_heads", "page_size")}
-    if args.check and not torch.cuda.is_available() and not any(given.values()):
+    has_gpu = torch.cuda.is_available()
+    dtype = args.dtype or ("bfloat16" if has_gpu else "float16")
+    if not has_gpu and dtype == "bfloat16":
+        raise ValueError("--dtype: expected float16 without a GPU, since Triton's interpreter cannot multiply bfloat16")
+    if not has_gpu and not any(given.values()):
         return list(CPU_CASES)
-    defaults = {k: sorted({getattr(c, k) for c in SIXTEEN_SHAPES}) for k in given}
+    # without a GPU the shapes that are not given are small ones
+    usual = SIXTEEN_SHAPES if has_gpu else (Case(2, 70, num_heads=16),)
+    defaults = {k: sorted({getattr(c, k) for c in usual}) for k in given}
     values = [given[k] or defaults[k] for k in given]
-    return [replace(Case(*v), dtype=args.dtype) for v in itertools.product(*values)]
+    return [replace(Case(*v), dtype=dtype) for v in itertools.product(*values)]
 
 
 def _progress(total: int):
@@ -131,7 +139,9 @@ def _row(case: Case, name: str, timer: str, verdict: Verdict, timing: dict[str, 
         "status": verdict.status,
         "run_id": run_id,
     }
-    return {**dict.fromkeys(DECODE_COLUMNS), **columns, **timing}
+    row = {**dict.fromkeys(DECODE_COLUMNS), **columns, **timing}
+    # what failed after the gate did not pass either
+    return {**row, "passed": verdict.passed and row["status"] == "ok"}
 
 
 def _print_rows(rows: list[dict[str, object]]) -> None:
@@ -150,45 +160,47 @@ def _print_rows(rows: list[dict[str, object]]) -> None:
         )
 
 
+def _key(row: dict[str, object]) -> tuple[str, ...]:
+    """What names a row: shape, implementation and timer."""
+    return tuple(str(row[k]) for k in (*Case(1, 1).to_columns(), "implementation", "timer"))
+
+
 def run_benchmark(args: argparse.Namespace, command: list[str]) -> int:
     """Gate and time, group by group; returns the number of rows that failed."""
     names = list(available(args.implementations, has_gpu=True))
-    path = args.output and records.output_path(args.output, "decode")
-    run_id = records.start_run(path, command, args.seed) if path else "not-kept"
-    keys = [c for c in DECODE_COLUMNS if c in ("implementation", *Case(1, 1).to_columns(), "timer")]
-    if path and args.again:
-        chosen = [{k: str(v) for k, v in case.to_columns().items()} for case in _cases(args)]
-        records.remove_rows(path, lambda row: any(case.items() <= row.items() for case in chosen))
-    done = {tuple(row[k] for k in keys) for row in (records.read_rows(path) if path else ())}
+    path, run_id, done = None, "not-kept", set()
+    if args.output:
+        path = records.output_path(args.output, "decode")
+        print(f"writing {path}; to go on with it another day, name the file", file=sys.stderr)
+        run_id = records.start_run(path, command, args.seed)
+        done = set() if args.again else {_key(row) for row in records.read_rows(path)}
 
-    def is_done(case: Case, name: str, timer: str) -> bool:
-        columns = {**case.to_columns(), "implementation": name, "timer": timer}
-        return tuple(str(columns[k]) for k in keys) in done
+    def missing(case: Case) -> list[tuple[str, str]]:
+        """(implementation, timer) that have no row yet."""
+        columns = case.to_columns()
+        pairs = itertools.product(names, args.timer)
+        return [(n, t) for n, t in pairs if _key({**columns, "implementation": n, "timer": t}) not in done]
 
-    todo = {
-        case: pending
-        for case in _cases(args)
-        if (pending := [n for n in names if not all(is_done(case, n, t) for t in args.timer)])
-    }
+    todo = {case: pairs for case in _cases(args) if (pairs := missing(case))}
     begin, num_failed = time.monotonic(), 0
-    progress = _Progress(sum(len(pending) + 1 for pending in todo.values()))
+    progress = _Progress(sum(len({n for n, _ in pairs}) + 1 for pairs in todo.values()))
     for group in _batched(list(todo), args.group):
         if time.monotonic() - begin > args.time_budget:
             print("time budget spent: run the same command again to go on", file=sys.stderr)
             break
-        pending = [n for n in names if any(n in todo[c] for c in group)]
-        verdicts = gate_group(list(group), pending, "cuda", args, progress)
+        wanted = [n for n in names if any(n == name for case in group for name, _ in todo[case])]
+        verdicts = gate_group(group, wanted, "cuda", args, progress)
         for case in group:
+            pending = list(dict.fromkeys(n for n, _ in todo[case]))
             contestants = [n for n in pending if verdicts[n, case].passed]
             timings = time_in_process(case, contestants, timers=args.timer, seed=args.seed, timeout_s=args.time_timeout)
             by_key = {(t.pop("implementation"), t.pop("timer")): t for t in timings}
-            rows = [
-                _row(case, n, timer, verdicts[n, case], by_key.get((n, timer), {}), run_id)
-                for n in pending
-                for timer in args.timer
-            ]
+            rows = [_row(case, n, t, verdicts[n, case], by_key.get((n, t), {}), run_id) for n, t in todo[case]]
             num_failed += sum(str(row["status"]).startswith("failed") for row in rows)
             if path:
+                if args.again:
+                    keys = {_key(row) for row in rows}
+                    records.set_aside(path, DECODE_COLUMNS, lambda row, keys=keys: _key(row) in keys)
                 records.append_rows(path, DECODE_COLUMNS, rows)
             progress.step(f"time {case.name}")
             _print_rows(rows)

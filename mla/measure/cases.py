@@ -8,8 +8,8 @@ import torch
 from mla.config import PRESETS
 from mla.problem import Problem, make_problem
 
-# Inputs of one measurement together: several times the L2 of any GPU (50 MB on an H100, 60 MB on an H200), so that a
-# call never finds its inputs in L2.
+# Inputs of one measurement together: several times the L2 of any GPU (50 MB on an H100, 60 MB on an H200), so that
+# little of what a call reads is left in L2 from the calls before it.
 ROTATED_BYTES = 240_000_000
 
 
@@ -76,10 +76,15 @@ CPU_CASES = tuple(
 )
 
 
+def num_problems(case: Case) -> int:
+    """Data sets that are together larger than `ROTATED_BYTES`, at least one."""
+    cache_bytes = case.batch_size * case.context_len * case.config.cache_dim * case.torch_dtype.itemsize
+    return max(1, math.ceil(ROTATED_BYTES / cache_bytes))
+
+
 def draw_problems(case: Case, device: str, seed: int, at_most: int | None = None) -> list[Problem]:
     """Data sets of one case that are together larger than L2; at least one, and no more than `at_most`."""
-    cache_bytes = case.batch_size * case.context_len * case.config.cache_dim * case.torch_dtype.itemsize
-    count = max(1, math.ceil(ROTATED_BYTES / cache_bytes))
+    count = num_problems(case)
     return [
         make_problem(
             case.config,

@@ -25,8 +25,6 @@ from mla.kernels import merge, portable
 from mla.stages import online_softmax, split_kv
 
 _TARGET = GPUTarget("cuda", 90, 32)
-# What a thread block can have on Hopper.
-MAX_SHARED_BYTES = 232_448
 _INSTRUCTIONS = {"HGMMA": r"\bHGMMA", "UTMALDG": r"\bUTMALDG", "LDGSTS": r"\bLDGSTS", "spill": r"\b(?:LDL|STL)\b"}
 
 

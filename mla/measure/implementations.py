@@ -6,10 +6,11 @@ step share) and returns one call a problem. A call gives (out, lse), lse None wh
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from mla.decode import mla_decode
 from mla.kernels import portable
 from mla.measure import peers
 from mla.problem import Problem
@@ -28,11 +29,13 @@ class Prepared:
         calls: one a problem.
         plan: makes the work plan of one problem, where that is a step of its own; timed by itself.
         plan_decodes: whether `plan` runs a decode as well, whose time then has to be taken off.
+        num_splits: parts a request, where the implementation has that notion.
     """
 
     calls: list[Call]
     plan: Callable[[], object] | None = None
     plan_decodes: bool = False
+    num_splits: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,30 @@ class Implementation:
 
 def _each(decode: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[[list[Problem]], Prepared]:
     return lambda problems: Prepared([lambda p=p: decode(p) for p in problems])
+
+
+def _split_kv(problems: list[Problem]) -> Prepared:
+    prepared = _each(split_kv.decode)(problems)
+    return replace(prepared, num_splits=split_kv.default_num_splits(problems[0]))
+
+
+def _mla_decode(problems: list[Problem]) -> Prepared:
+    """The public entry, its checks included."""
+
+    def call(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+        return mla_decode(
+            p.q_absorbed,
+            p.kv_cache,
+            p.block_table,
+            p.seq_lens,
+            softmax_scale=p.softmax_scale,
+            kv_lora_rank=p.config.kv_lora_rank,
+        )
+
+    p = problems[0]
+    config = portable.choose_config(p.q_absorbed, p.kv_cache)
+    num_splits = portable.default_num_splits(p.q_absorbed, p.kv_cache, p.block_table, config)
+    return replace(_each(call)(problems), num_splits=num_splits)
 
 
 def _require_equal_lengths(problems: list[Problem]) -> None:
@@ -127,8 +154,8 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "torch_compile": Implementation(_torch_compile, rounds_scores=True, is_exclusive=True, needs_gpu=True),
     "torch_compile_paged": Implementation(_torch_compile_paged, rounds_scores=True, is_exclusive=True, needs_gpu=True),
     "online_softmax": Implementation(_each(online_softmax.decode)),
-    "split_kv": Implementation(_each(split_kv.decode)),
-    "portable": Implementation(_each(portable.decode)),
+    "split_kv": Implementation(_split_kv),
+    "portable": Implementation(_mla_decode),
     "flashmla": Implementation(_flashmla, needs_gpu=True, version=peers.flashmla_version),
     "flashinfer_fa3": Implementation(
         _flashinfer("fa3"), needs_gpu=True, lse_factor=LN_2, version=peers.flashinfer_version

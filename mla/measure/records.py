@@ -1,6 +1,7 @@
 """Data files: rows appended to a CSV, the run recorded in the JSON sidecar of the same stem."""
 
 import csv
+import fcntl
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,8 @@ import torch
 
 from mla.measure import provenance
 from mla.measure.implementations import IMPLEMENTATIONS
+
+_LOCKS = []
 
 
 def output_path(given: Path, kind: str) -> Path:
@@ -20,8 +23,20 @@ def output_path(given: Path, kind: str) -> Path:
 
 
 def start_run(path: Path, command: list[str], seed: int) -> str:
-    """Add this run to the sidecar, written anew if it is the first; returns the run's id."""
+    """Add this run to the sidecar, written anew if it is the first; returns the run's id.
+
+    Raises:
+        ValueError: another process is writing the same file.
+    """
     sidecar = path.with_suffix(".json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.with_suffix(".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise ValueError(f"{path}: expected to be the only run that writes it, got another one at work") from error
+    # held, and thus locked, until this process ends
+    _LOCKS.append(lock)
     content = (
         json.loads(sidecar.read_text()) if sidecar.exists() else {**provenance.machine(), "seed": seed, "runs": []}
     )
@@ -36,7 +51,6 @@ def start_run(path: Path, command: list[str], seed: int) -> str:
             "peers": {name: i.version() for name, i in IMPLEMENTATIONS.items() if i.version()},
         }
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     sidecar.write_text(json.dumps(content, indent=2) + "\n")
     return run_id
 
@@ -49,13 +63,17 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def remove_rows(path: Path, is_removed: Callable[[dict[str, str]], bool]) -> None:
-    """Write the file without the rows that are to be measured again; what is not removed stays as it is."""
+def set_aside(path: Path, columns: list[str], is_replaced: Callable[[dict[str, str]], bool]) -> None:
+    """Move rows that were measured again to `<stem>.replaced.csv`; the others stay as they are."""
     rows = read_rows(path)
-    kept = [row for row in rows if not is_removed(row)]
-    if len(kept) < len(rows):
-        path.unlink()
-        append_rows(path, list(rows[0]), kept)
+    replaced = [row for row in rows if is_replaced(row)]
+    if not replaced:
+        return
+    append_rows(path.with_suffix(".replaced.csv"), columns, replaced)
+    kept = path.with_suffix(".kept.csv")
+    kept.unlink(missing_ok=True)
+    append_rows(kept, columns, [row for row in rows if not is_replaced(row)])
+    kept.replace(path)
 
 
 def append_rows(path: Path, columns: list[str], rows: list[dict[str, object]]) -> None:

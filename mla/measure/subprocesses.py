@@ -18,9 +18,10 @@ def _last_line(text: str) -> str:
 
 
 def _forward_lines(stream, answers: queue.Queue) -> None:
-    """Every line, then None at the end of the stream."""
+    """Every line that is an answer (a contestant may print as well), then None at the end of the stream."""
     for line in stream:
-        answers.put(line)
+        if line.startswith('{"rel_err"'):
+            answers.put(line)
     answers.put(None)
 
 

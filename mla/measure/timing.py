@@ -1,7 +1,7 @@
 """Timing on a GPU: all contestants of a shape in random order in the same rounds.
 
 The card's speed drifts by up to 20% with heat, so that figures taken one after another cannot be compared. Inputs
-rotate through more bytes than L2 holds.
+rotate through several times the bytes that L2 holds.
 """
 
 import math
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from mla.kernels.launch import num_sms
+from mla.kernels.launch import device_facts
 from mla.kernels.read import read_once
 
-# A timed stretch lasts about this long, so that the events' resolution (0.5 us) does not matter.
+# A timed stretch of eager calls lasts about this long, so that the events' resolution (0.5 us) does not matter; the
+# same calls in a graph may be shorter.
 _STRETCH_MS = 2.0
 _MAX_CALLS = 400
 # Calls slower than this are timed in fewer rounds.
@@ -31,11 +32,13 @@ class Stretch:
         run: enqueues the calls.
         num_calls: how many.
         calls: what a graph was captured from; kept, since the graph knows its inputs by address only.
+        last_result: of a graph, what its last call writes, on the last of the inputs.
     """
 
     run: Callable[[], None]
     num_calls: int
     calls: Sequence[Callable[[], object]]
+    last_result: object = None
 
 
 def _estimate_ms(calls: Sequence[Callable[[], object]]) -> float:
@@ -78,8 +81,8 @@ def graph_stretch(calls: Sequence[Callable[[], object]], pool=None) -> Stretch:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         for i in range(num_calls):
-            calls[i % len(calls)]()
-    return Stretch(graph.replay, num_calls, calls)
+            result = calls[i % len(calls)]()
+    return Stretch(graph.replay, num_calls, calls, result)
 
 
 def time_in_rounds(
@@ -157,7 +160,7 @@ def ceiling_stretches(seed: int) -> dict[str, Stretch]:
     a, b = (torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(generator=generator) for _ in range(2))
     c = torch.empty_like(a)
     x = torch.randint(2**31 - 1, (READ_BYTES // 4,), dtype=torch.int32, device="cuda", generator=generator)
-    parities = torch.empty(8 * num_sms(x.device), dtype=torch.int32, device="cuda")
+    parities = torch.empty(8 * device_facts(x.device).num_sms, dtype=torch.int32, device="cuda")
     return {
         "matmul": graph_stretch([lambda: torch.mm(a, b, out=c)]),
         "read": graph_stretch([lambda: read_once(x, parities)]),

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from mla.kernels import portable
-from mla.kernels.launch import num_sms
+from mla.kernels.launch import device_facts
 from mla.kernels.portable import PortableConfig
 from mla.measure import records, timing
 from mla.measure.cases import SIXTEEN_SHAPES, Case, draw_problems
@@ -61,7 +61,7 @@ def _variants(case: Case, problem: Problem) -> list[tuple[PortableConfig, int | 
         variants.append((config, None))
         if config in kept:
             head_blocks = -(-case.num_heads // config.block_h)
-            default = max(1, num_sms(problem.kv_cache.device) // (case.batch_size * head_blocks))
+            default = max(1, device_facts(problem.kv_cache.device).num_sms // (case.batch_size * head_blocks))
             variants += [(config, n) for n in sorted({max(1, default // 2), 2 * default} - {default})]
     return variants
 

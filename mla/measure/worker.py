@@ -13,7 +13,9 @@ import torch
 
 from mla.measure import timing
 from mla.measure.cases import Case, draw_problems
+from mla.measure.gate import check_result
 from mla.measure.implementations import IMPLEMENTATIONS, Prepared
+from mla.problem import Problem
 
 TIMERS = ("cuda_graph", "eager")
 
@@ -30,8 +32,27 @@ def _plan_us(prepared: Prepared) -> float | None:
     return round((statistics.median(times["both"]) - statistics.median(times["decode"])) * 1e3, 3)
 
 
-def _stretches(prepared: dict[str, Prepared], timer: str) -> tuple[dict[str, timing.Stretch], dict[str, str]]:
-    """What can be timed, and why the rest cannot."""
+def _check_replay(name: str, stretch: timing.Stretch, problem: Problem) -> None:
+    """Hold what the graph writes against the reference: what is timed was tuned and compiled again since the gate."""
+    implementation = IMPLEMENTATIONS[name]
+    out, lse = stretch.last_result
+    out.fill_(torch.nan)
+    stretch.run()
+    verdict = check_result(
+        out,
+        None if lse is None else lse * implementation.lse_factor,
+        problem,
+        rounds_scores=implementation.rounds_scores,
+        is_per_head=implementation.is_per_head,
+    )
+    if not verdict.passed:
+        raise ValueError(f"replayed graph: {verdict.status}")
+
+
+def _stretches(
+    prepared: dict[str, Prepared], timer: str, problem: Problem
+) -> tuple[dict[str, timing.Stretch], dict[str, str]]:
+    """What can be timed, and why the rest cannot; `problem` is the last of the inputs."""
     stretches, failures = {}, {}
     pool = torch.cuda.graph_pool_handle()
     for name, contestant in prepared.items():
@@ -44,7 +65,10 @@ def _stretches(prepared: dict[str, Prepared], timer: str) -> tuple[dict[str, tim
                 stretches[name] = timing.graph_stretch(contestant.calls, pool)
         except torch.OutOfMemoryError:
             failures[name] = "out_of_memory"
-        except RuntimeError as error:
+            if timer == "cuda_graph":
+                _check_replay(name, stretches[name], problem)
+        except (RuntimeError, ValueError) as error:
+            stretches.pop(name, None)
             failures[name] = f"failed: {' '.join(str(error).split())[:200]}"
     return stretches, failures
 
@@ -63,7 +87,7 @@ def time_case(case: Case, names: list[str], timers: list[str], seed: int) -> lis
     rng = random.Random(seed)
     rows = []
     for timer in timers:
-        stretches, failures = _stretches(prepared, timer)
+        stretches, failures = _stretches(prepared, timer, problems[-1])
         times = timing.time_in_rounds({**stretches, **ceilings}, rng)
         measured = {
             "matmul_tflops": round(timing.matmul_tflops(statistics.median(times["matmul"])), 2),
@@ -71,6 +95,7 @@ def time_case(case: Case, names: list[str], timers: list[str], seed: int) -> lis
         }
         for name in names:
             row = {"implementation": name, "timer": timer, "plan_us": plans.get(name), **measured}
+            row["num_splits"] = prepared[name].num_splits if name in prepared else None
             if name in stretches:
                 row |= {"status": "ok", "repeats": len(times[name]), **timing.quantiles_us(times[name])}
             else:

@@ -3,7 +3,7 @@
 import torch
 
 from mla.problem import Problem
-from mla.stages.absorbed import mask_unused, softmax_and_lse
+from mla.stages.softmax import mask_unused, softmax_and_lse
 
 
 def decode(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,7 +28,7 @@ def attend_range(
     """
     rank, rope = tl.arange(0, RANK), tl.arange(0, ROPE)
     is_head = heads < num_heads
-    q_row = q_ptr + heads[:, None] * stride_q_head
+    q_row = q_ptr + heads[:, None].to(tl.int64) * stride_q_head
     q_latent = tl.load(q_row + rank[None, :], mask=is_head[:, None], other=0.0)
     q_rope = tl.load(q_row + RANK + rope[None, :], mask=is_head[:, None], other=0.0)
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mla.kernels.launch import num_sms
+from mla.kernels.launch import device_facts
 from mla.kernels.merge import merge_partials
 from mla.kernels.tile import LOG2_E, normalise
 from mla.plan import choose_num_splits
@@ -42,6 +42,14 @@ def _mla_decode_split_kv_kernel(
     tl.store(partial_lse_ptr + rows, lse, mask=is_head)
 
 
+def default_num_splits(problem: Problem) -> int:
+    """Parts a request for about one wave of SMs."""
+    batch_size, num_heads, _ = problem.q_absorbed.shape
+    head_blocks = triton.cdiv(num_heads, block_of_heads(num_heads))
+    max_tiles = triton.cdiv(problem.kv.shape[1], BLOCK_N)
+    return choose_num_splits(batch_size, head_blocks, max_tiles, device_facts(problem.kv.device).num_sms)
+
+
 def decode(problem: Problem, num_splits: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode in parts and merge them.
 
@@ -58,9 +66,7 @@ def decode(problem: Problem, num_splits: int | None = None) -> tuple[torch.Tenso
     batch_size, num_heads, _ = q.shape
     block_h = block_of_heads(num_heads)
     head_blocks = triton.cdiv(num_heads, block_h)
-    num_splits = num_splits or choose_num_splits(
-        batch_size, head_blocks, triton.cdiv(kv.shape[1], BLOCK_N), num_sms(q.device)
-    )
+    num_splits = num_splits or default_num_splits(problem)
     partial_out = q.new_empty(batch_size, num_splits, num_heads, config.kv_lora_rank, dtype=torch.float32)
     partial_lse = q.new_empty(batch_size, num_splits, num_heads, dtype=torch.float32)
     _mla_decode_split_kv_kernel[(head_blocks, num_splits, batch_size)](

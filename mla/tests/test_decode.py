@@ -119,6 +119,7 @@ WRONG = {
     "channels are strided": (ValueError, "contiguous", dict(q=lambda p: torch.cat((p.q_absorbed,) * 2, -1)[..., ::2])),
     "lengths are strided": (ValueError, "contiguous", dict(seq_lens=lambda p: torch.stack((p.seq_lens,) * 2, 1)[:, 0])),
     "out has the wrong shape": (ValueError, "out: expected shape", dict(out=lambda p: p.q_absorbed.clone())),
+    "out is expanded": (ValueError, "memory of its own", dict(out=lambda p: p.q_absorbed[:1, :, :32].expand(5, 4, 32))),
     "fp64": (TypeError, "float16 or float32", dict(q=lambda p: p.q_absorbed.double())),
     "cache of another dtype": (TypeError, "kv_cache: expected q's dtype", dict(kv_cache=lambda p: p.kv_cache.float())),
     "lengths are int64": (TypeError, "seq_lens: expected torch.int32", dict(seq_lens=lambda p: p.seq_lens.long())),

@@ -5,6 +5,7 @@ import torch
 
 from mla import PRESETS
 from mla.kernels import portable
+from mla.kernels.launch import Device
 from mla.kernels.portable import PortableConfig, choose_config, descriptors_fit
 from mla.measure.gate import check_result
 from mla.problem import make_problem
@@ -72,7 +73,40 @@ def test_first_fitting_configuration_is_chosen():
     assert chosen(128, 17) == portable.CONFIGS[64][0]
     assert chosen(32, 128) == portable.CONFIGS[64][1]
     assert chosen(1, 128) == portable.CONFIGS[64][2]
-    assert chosen(64, 16, torch.float32) == portable.FP32_CONFIG
+    assert chosen(64, 16, torch.float32) in portable.SMALL_CONFIGS
+
+
+def test_configuration_fits_the_devices_shared_memory(monkeypatch):
+    """64-head tiles on Hopper, smaller ones where there is less; rows that fit nowhere are refused."""
+    q, pool = torch.zeros(1, 128, 576, dtype=torch.float16), torch.zeros(1, 64, 576, dtype=torch.float16)
+
+    def chosen(shared_bytes, has_tma=True):
+        monkeypatch.setattr(portable, "device_facts", lambda device: Device(108, shared_bytes, has_tma))
+        return choose_config(q, pool)
+
+    assert chosen(232_448) == portable.CONFIGS[64][0]
+    assert chosen(232_448, has_tma=False) == portable.CONFIGS[64][2]
+    assert chosen(166_912) == portable.CONFIGS[64][1]
+    assert chosen(101_376) == portable.SMALL_CONFIGS[0]
+    with pytest.raises(RuntimeError, match=r"expected a device with at least 36864 bytes.*got 20000"):
+        chosen(20_000)
+
+
+@pytest.mark.parametrize("page_size", [16, 64], ids=lambda p: f"p{p}")
+@pytest.mark.parametrize("far", ["page", "token"])
+def test_offsets_beyond_2_to_31_elements(page_size, far):
+    """Rows far apart in a pool that the system maps as it is touched: offsets need 64 bits on every path."""
+    if torch.cuda.is_available():
+        pytest.skip("maps memory lazily, which a GPU does not; test_decode_gpu.py has a large pool")
+    p = make_problem(PRESETS["tiny"], [100], page_size=page_size, dtype=torch.float16)
+    pages, _, width = p.kv_cache.shape
+    count, near = (pages, page_size) if far == "page" else (page_size, pages)
+    distance = 3 * 2**31 // (2 * count)
+    strides = (distance, width, 1) if far == "page" else (width, distance, 1)
+    pool = torch.empty(count * distance + near * width, dtype=torch.float16).as_strided(p.kv_cache.shape, strides)
+    pool.copy_(p.kv_cache)
+    for config in (PortableConfig(16, 32, 4, 1), PortableConfig(16, 16, 4, 1)):
+        _check(dataclasses.replace(p, kv_cache=pool), config)
 
 
 def test_descriptors_need_whole_tiles_in_one_matrix():

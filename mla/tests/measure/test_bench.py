@@ -128,8 +128,20 @@ def test_a_second_run_skips_what_is_done(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "time_in_process", time_case)
     monkeypatch.setattr(records.provenance, "machine", lambda: {"gpu": "NVIDIA H200"})
     path = tmp_path / "decode_h200_2026-01-01.csv"
-    common = ["--output", str(path), "--implementations", "naive", "portable", "--context-len", "1024", "--batch-size"]
+    common = [
+        "--output",
+        str(path),
+        "--implementations",
+        "naive",
+        "portable",
+        "--context-len",
+        "1024",
+        "--num-heads",
+        "128",
+        "--batch-size",
+    ]
     for batches, num_failed in ((["8"], 2), (["8", "32"], 2)):
+        records._LOCKS.clear()
         args = bench._parser().parse_args([*common, *batches])
         assert bench.run_benchmark(args, common) == num_failed
     assert asked == [(n, f"b{b}-n1024-h128") for b in (8, 32) for n in ("naive", "portable")]
@@ -141,17 +153,73 @@ def test_a_second_run_skips_what_is_done(monkeypatch, tmp_path):
     assert {(r["passed"], r["status"], r["latency_us_p50"]) for r in failed} == {
         ("False", "failed: relative error", "")
     }
-    # --again measures one shape anew and leaves the other's rows as they are
-    args = bench._parser().parse_args([*common, "8", "--again"])
+    # --again measures anew what it is told to, and keeps the old rows beside the file
+    records._LOCKS.clear()
+    args = bench._parser().parse_args([*common, "8", "--again", "--timer", "eager"])
     bench.run_benchmark(args, common)
     with path.open() as file:
         again = list(csv.DictReader(file))
-    assert [r for r in again if r["batch_size"] == "32"] == [r for r in rows if r["batch_size"] == "32"]
+    is_new = {id(r): r["run_id"].endswith("-3") for r in again}
+    assert {(r["batch_size"], r["timer"]) for r in again if is_new[id(r)]} == {("8", "eager")}
+    assert sum(is_new.values()) == 2
     assert len(again) == len(rows)
-    assert {r["run_id"] for r in again if r["batch_size"] == "8"} == {"decode_h200_2026-01-01-3"}
+    with path.with_suffix(".replaced.csv").open() as file:
+        replaced = list(csv.DictReader(file))
+    assert {(r["batch_size"], r["timer"], r["run_id"][-1]) for r in replaced} == {("8", "eager", "1")}
+    with pytest.raises(ValueError, match="only run that writes it"):
+        records.start_run(path, common, 0)
+    records._LOCKS.clear()
     sidecar = json.loads(path.with_suffix(".json").read_text())
     assert [r["run_id"] for r in sidecar["runs"]] == [f"decode_h200_2026-01-01-{i}" for i in (1, 2, 3)]
     assert {r["source_sha256"] for r in sidecar["runs"]} == {source_digest()}
+
+
+def test_only_what_is_missing_is_measured(monkeypatch, tmp_path):
+    """One timer first, then both, then one more implementation: no row twice."""
+    path = tmp_path / "decode_h200_2026-01-01.csv"
+    ok = Verdict(1e-3, True, "ok")
+    monkeypatch.setattr(bench, "gate_group", lambda cases, names, *_: {(n, c): ok for n in names for c in cases})
+    monkeypatch.setattr(
+        bench,
+        "time_in_process",
+        lambda case, names, *, timers, **_: [
+            {"implementation": n, "timer": t, "status": "out_of_memory"} for n in names for t in timers
+        ],
+    )
+    monkeypatch.setattr(records.provenance, "machine", lambda: {})
+    for extra in (["8", "--timer", "eager"], ["8"], ["8", "32", "--implementations", "portable", "naive"]):
+        records._LOCKS.clear()
+        argv = ["--output", str(path), "--context-len", "1024", "--implementations", "portable", "--batch-size", *extra]
+        bench.run_benchmark(bench._parser().parse_args(argv), argv)
+    records._LOCKS.clear()
+    rows = records.read_rows(path)
+    keys = [bench._key(row) for row in rows]
+    assert len(keys) == len(set(keys)) == 8
+    assert {row["passed"] for row in rows} == {"False"}
+
+
+def test_a_failure_in_timing_overrides_the_gates_verdict():
+    row = bench._row(Case(1, 16), "portable", "eager", Verdict(1e-3, True, "ok"), {"status": "failed: hung"}, "run")
+    assert (row["status"], row["passed"]) == ("failed: hung", False)
+
+
+def test_a_contestants_own_prints_are_not_answers(monkeypatch):
+    script = """
+import sys
+for line in sys.stdin:
+    print("hello")
+    print('{"rel_err": 0.5, "passed": true, "status": "ok"}', flush=True)
+"""
+    _replace_child(monkeypatch, script)
+    ((_, verdict),) = subprocesses.gate_in_process("x", [Case(1, 16)], device="cpu", seed=0, timeout_s=20)
+    assert verdict.status == "ok"
+
+
+@without_gpu
+def test_bf16_is_refused_without_a_gpu():
+    done = _bench("--check", "--dtype", "bfloat16")
+    assert done.returncode == 2
+    assert "expected float16 without a GPU" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ def test_every_kernel_fits_a_hopper_sm(report):
     assert kernels >= {"_mla_decode_online_softmax_kernel", "_mla_decode_split_kv_kernel", "portable", "merge"}
     for entry in report:
         assert entry["shared_bytes"] <= MAX_SHARED_BYTES, entry
-        assert entry["registers"] <= 255, entry
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import torch
 
 from mla import PRESETS
 from mla.kernels import portable
-from mla.measure.cases import CPU_CASES, SIXTEEN_SHAPES, Case, draw_problems
+from mla.measure.cases import CPU_CASES, SIXTEEN_SHAPES, Case, draw_problems, num_problems
 from mla.measure.gate import check_case, check_result, relative_error
 from mla.measure.implementations import IMPLEMENTATIONS, Implementation, Prepared, available
 from mla.problem import make_problem
@@ -30,6 +30,8 @@ def test_right_result_passes(solved):
 FAULTS = {
     "a token too many in the sum": lambda out, lse: (out * (1 - 1 / 70), lse),
     "one element off": lambda out, lse: (_changed(out, (2, 1, 5), 0.1), lse),
+    "three times the rounding error": lambda out, lse: (out + (out.float() * 1e-3).to(out.dtype), lse),
+    "lse off by 3e-4": lambda out, lse: (out, lse * (1 + 3e-4)),
     "one NaN": lambda out, lse: (_changed(out, (3, 0, 0), torch.nan), lse),
     "one request not written": lambda out, lse: (_changed(out, (1,), 0.0), lse),
     "empty request not zero": lambda out, lse: (_changed(out, (0, 0, 0), 1e-6), lse),
@@ -54,10 +56,10 @@ def test_planted_fault_fails(fault, solved):
     assert verdict.status.startswith("failed: ")
 
 
-def test_relative_error_takes_the_worst_request():
+def test_relative_error_takes_the_worst_row():
     expected = torch.ones(3, 4, 5)
     got = expected.clone()
-    got[1] *= 1.5
+    got[1, 2] *= 1.5
     assert relative_error(got, expected) == pytest.approx(0.5)
 
 
@@ -91,7 +93,8 @@ def test_cost_of_a_case():
 
 def test_data_sets_are_larger_than_l2():
     small = dataclasses.replace(CPU_CASES[0], batch_size=64, context_len=2000)
-    assert len(draw_problems(small, "cpu", seed=0)) == -(-240_000_000 // (64 * 2000 * 48 * 2))
+    assert num_problems(small) == -(-240_000_000 // (64 * 2000 * 48 * 2))
+    assert num_problems(Case(128, 32768)) == 1
     assert len(draw_problems(small, "cpu", seed=0, at_most=2)) == 2
 
 

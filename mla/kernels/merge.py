@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 # Partial results that a program holds at a time.
 _CHUNK = 8
@@ -71,3 +72,66 @@ def merge_partials(
         num_warps=4,
     )  # fmt: skip
     return out, lse
+
+
+@triton.jit(do_not_specialize=["num_heads"])
+def _merge_slots_kernel(
+    part_out_ptr, part_lse_ptr, requests_ptr, out_ptr, lse_ptr,
+    num_heads,
+    stride_out_batch, stride_out_head,
+    RANK: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    groups = tl.cdiv(num_heads, HEADS)
+    b = (tl.program_id(0) // groups).to(tl.int64)
+    if PDL:
+        gdc_wait()
+    first_slot = tl.load(requests_ptr + b * 2).to(tl.int64)
+    num_slots = tl.load(requests_ptr + b * 2 + 1)
+    # 0 where a request is whole: its output stands already
+    first_head = tl.program_id(0) % groups * HEADS
+    end_head = tl.where(num_slots > 0, tl.minimum(first_head + HEADS, num_heads), first_head)
+    rank = tl.arange(0, RANK)
+    for h in range(first_head, end_head):
+        largest = float("-inf")
+        total = 0.0
+        acc = tl.zeros((RANK,), tl.float32)
+        for start in range(0, num_slots, CHUNK):
+            i = start + tl.arange(0, CHUNK)
+            row = (first_slot + i) * num_heads + h
+            x = tl.load(part_lse_ptr + row, mask=i < num_slots, other=float("-inf"))
+            part = tl.load(part_out_ptr + row[:, None] * RANK + rank[None, :], mask=(i < num_slots)[:, None], other=0.0)
+            new_largest = tl.maximum(largest, tl.max(x, axis=0))
+            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            correction = tl.exp(largest - shift)
+            weight = tl.exp(x - shift)
+            total = total * correction + tl.sum(weight, axis=0)
+            acc = acc * correction + tl.sum(part.to(tl.float32) * weight[:, None], axis=0)
+            largest = new_largest
+        # a divided request has tokens in every part
+        tl.store(out_ptr + b * stride_out_batch + h * stride_out_head + rank, acc / total)
+        tl.store(lse_ptr + b * num_heads + h, largest + tl.log(total))
+
+
+def merge_slots(
+    part_out: torch.Tensor, part_lse: torch.Tensor, requests: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """Merge the parts of the requests that a work plan divided; rows of whole requests are left alone.
+
+    Args:
+        part_out: (num_slots, num_heads, kv_lora_rank), each part normalised by itself.
+        part_lse: (num_slots, num_heads) fp32, natural logarithm.
+        requests: (batch_size, 2) int32: first slot and number of slots, 0 for a whole request
+            (`mla.kernels.work_plan`).
+        out: (batch_size, num_heads, kv_lora_rank), written where divided.
+        lse: (batch_size, num_heads) fp32, contiguous, written where divided.
+    """
+    batch_size, num_heads, rank = out.shape
+    # about a thousand programs: enough to fill the GPU, few enough to leave at once where nothing is divided
+    heads = min(16, triton.next_power_of_2(max(1, batch_size * num_heads // 1024)))
+    _merge_slots_kernel[(batch_size * triton.cdiv(num_heads, heads),)](
+        part_out, part_lse, requests, out, lse,
+        num_heads,
+        out.stride(0), out.stride(1),
+        RANK=rank, HEADS=heads, CHUNK=_CHUNK, PDL=part_out.is_cuda,
+        num_warps=4, launch_pdl=part_out.is_cuda,
+    )  # fmt: skip

@@ -49,7 +49,7 @@ class Implementation:
         is_exclusive: its gate must have the GPU to itself (autotuning, or memory near the limit).
         needs_gpu: cannot run on the interpreter.
         lse_factor: what turns its lse into the natural logarithm.
-        version: of the peer's package, or None where it is not installed; "" for our own.
+        version: of the peer's package; "" for our own; None where the package or the kind of GPU is not there.
     """
 
     prepare: Callable[[list[Problem]], Prepared]
@@ -148,6 +148,28 @@ def _flashinfer(backend: str) -> Callable[[list[Problem]], Prepared]:
     return prepare
 
 
+def _hopper(problems: list[Problem]) -> Prepared:
+    from mla.kernels.hopper import mla_decode_hopper, plan_hopper
+
+    # all problems of a case have the same lengths, so one plan serves them, as it serves the layers of a step
+    first = problems[0]
+    plan = plan_hopper(first.seq_lens, first.config.num_heads)
+
+    def decode(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+        out = p.q_absorbed.new_empty(*p.q_absorbed.shape[:2], p.config.kv_lora_rank)
+        lse = p.q_absorbed.new_empty(p.q_absorbed.shape[:2], dtype=torch.float32)
+        arguments = (p.q_absorbed, p.kv_cache, p.block_table, p.seq_lens, out, lse)
+        return mla_decode_hopper(*arguments, softmax_scale=p.softmax_scale, plan=plan)
+
+    return replace(_each(decode)(problems), plan=lambda: plan_hopper(first.seq_lens, first.config.num_heads))
+
+
+def _hopper_version() -> str | None:
+    """An empty string on a Hopper GPU, None elsewhere."""
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return "" if is_hopper else None
+
+
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "naive": Implementation(_each(naive.decode), rounds_scores=True, is_per_head=True, is_exclusive=True),
     "absorbed": Implementation(_each(absorbed.decode), rounds_scores=True),
@@ -156,6 +178,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "online_softmax": Implementation(_each(online_softmax.decode)),
     "split_kv": Implementation(_split_kv),
     "portable": Implementation(_mla_decode),
+    "hopper": Implementation(_hopper, needs_gpu=True, version=_hopper_version),
     "flashmla": Implementation(_flashmla, needs_gpu=True, version=peers.flashmla_version),
     "flashinfer_fa3": Implementation(
         _flashinfer("fa3"), needs_gpu=True, lse_factor=LN_2, version=peers.flashinfer_version
@@ -183,7 +206,7 @@ def available(names: list[str] | None, has_gpu: bool) -> dict[str, Implementatio
         implementation = IMPLEMENTATIONS[name]
         lacks = "a CUDA GPU" if implementation.needs_gpu and not has_gpu else ""
         if not lacks and implementation.version() is None:
-            lacks = "its package: pip install 'triton-mla[peers]'"
+            lacks = "its package ('triton-mla[peers]') or its kind of GPU"
         if not lacks:
             chosen[name] = implementation
         elif names:

@@ -1,0 +1,633 @@
+"""The Hopper kernel: persistent, warp-specialised MLA decode in Gluon (sm_90a), for 512 + 64 in 16 bits.
+
+One CTA a SM walks the items that the plan gave it (`mla.kernels.work_plan`): runs of 64-token tiles of a request, for
+one block of 64 heads. Tiles go in pairs, and three groups of warps share a pair:
+
+    producer (1 warp)      loads the tiles by TMA, each in groups that are refilled as soon as they are free
+    even     (4 warps)     scores of the even tile; keeps output columns   0..255
+    odd      (4 warps)     scores of the odd tile;  keeps output columns 256..511
+
+A 64 x 512 fp32 output is half of a SM's registers, so each consumer holds half of its columns and needs the
+probabilities of both tiles. Time runs downwards; `-->` is a barrier, named as in the code:
+
+    even                                         odd
+    ----                                         ---
+    S0 = Q K0ᵀ (issued in the pair before)       S1 = Q K1ᵀ, chunk by chunk as it lands
+    m0, P0 = softmax(S0)       --P_EVEN_READY--> O_R += P0 V0_right
+    O_L += P0 V0_left                            m1, P1 = softmax(S1), under that product
+      (frees the left half of the even tile)       (frees the right half of the even tile)
+    O_L += P1 V1_left         <--P_ODD_READY--   O_R += P1 V1_right
+    S0 of the next pair, under that product        (frees the right half of the odd tile)
+      (frees the left half of the odd tile)
+
+Both consumers add the even tile first, then the odd one, so P0 is never rescaled after it was sent. The running
+maximum moves only when a row's maximum grew by more than THRESHOLD (base 2); whether any row moved is decided once a
+tile and passed on as a flag, so that the rescaling of the output is skipped nearly always. P may thus reach 2^8.
+
+A KV tile is 64 x 576: nine chunks of 64 columns, the ninth the rotated part. Its refill groups are released by exactly
+one consumer each: EVEN_LEFT_FREE and ODD_LEFT_FREE by `even`, EVEN_RIGHT_FREE and ODD_RIGHT_FREE by `odd`; the rotated
+part goes with the left half of the even and the right half of the odd tile. Full barriers are finer, one every 128
+columns, so that Q Kᵀ starts when the first lands. Q's rotated chunk lives in registers; its shared memory takes P1.
+
+The last tile of a request is loaded with its tokens in the last rows: the box starts at a negative row, for which TMA
+writes zeros. Nothing past a request's end is read, whatever it holds; what stands before it is masked.
+
+Against FlashMLA's write-up (docs/20250422-new-kernel-deep-dive.md): `even` and `odd` are its warpgroups 0 and 1, the
+exchange of P is its seesaw; the producer warp, the lazy rescaling and the order of the two products are not there.
+
+Reference: FlashMLA; FlashAttention-4 for the lazy rescaling.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from mla.kernels.launch import device_facts
+from mla.kernels.merge import merge_slots
+from mla.kernels.tile import LOG2_E
+from mla.kernels.work_plan import WorkPlan, make_work_plan
+
+TILE = 64
+RANK = 512
+ROPE = 64
+
+_BARRIERS = (
+    *(f"EVEN_FULL_{i}" for i in range(4)), "EVEN_ROPE_FULL", *(f"ODD_FULL_{i}" for i in range(4)), "ODD_ROPE_FULL",
+    "EVEN_LEFT_FREE", "EVEN_RIGHT_FREE", "ODD_RIGHT_FREE", "ODD_LEFT_FREE",
+    "P_EVEN_READY", "P_ODD_READY", "SUM_EVEN_READY", "SUM_ODD_READY",
+    "Q_FIRST_FULL", "Q_SECOND_FULL", "Q_FREE",
+)  # fmt: skip
+(
+    EVEN_FULL_0, EVEN_FULL_1, EVEN_FULL_2, EVEN_FULL_3, EVEN_ROPE_FULL,
+    ODD_FULL_0, ODD_FULL_1, ODD_FULL_2, ODD_FULL_3, ODD_ROPE_FULL,
+    EVEN_LEFT_FREE, EVEN_RIGHT_FREE, ODD_RIGHT_FREE, ODD_LEFT_FREE,
+    P_EVEN_READY, P_ODD_READY, SUM_EVEN_READY, SUM_ODD_READY,
+    Q_FIRST_FULL, Q_SECOND_FULL, Q_FREE,
+) = (gl.constexpr(i) for i in range(len(_BARRIERS)))  # fmt: skip
+
+# Fields of an item: a run of tiles of one request (written by mla.kernels.work_plan).
+ITEM_FIELDS = gl.constexpr(8)
+REQUEST, FIRST_TILE, TOKENS, SLOT = (gl.constexpr(i) for i in range(4))
+
+# Stands for -inf where a difference with it is taken.
+_LOWEST = gl.constexpr(-1e30)
+_LN_2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def _barrier():
+    # Each in an allocation of its own: one array of them makes the compiler put a CTA barrier before every wait.
+    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier, count=1)
+    return barrier
+
+
+@gluon.jit
+def _columns(chunks, first, WIDTH: gl.constexpr):
+    """WIDTH columns (64, 128 or 256) of a [n, 64, 64] buffer from chunk `first` on, as one [64, WIDTH] matrix."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    return chunks.index(first)._reinterpret(chunks.dtype, [64, WIDTH], LAYOUT)
+
+
+@gluon.jit
+def _box(chunks, first, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """The same memory as a TMA box [1, ROWS, WIDTH]."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
+    return chunks.index(first)._reinterpret(chunks.dtype, [1, ROWS, WIDTH], LAYOUT)
+
+
+@gluon.jit
+def _load_columns(
+    desc, kv, chunk, COLUMN: gl.constexpr, WIDTH: gl.constexpr, barrier,
+    table, page, tile, tokens, tiles_per_page, last_page, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Ask for WIDTH columns of one tile; `tokens` of the request are left from the tile on (none: zeros).
+
+    A box of ROWS rows never straddles two pages. A box that holds n < ROWS tokens starts at row n - ROWS of its page's
+    part, so that they end up in its last rows; TMA writes zeros for negative rows.
+    """
+    mbarrier.expect(barrier, 64 * WIDTH * 2)
+    if ROWS == 64:
+        held = gl.minimum(tokens, 64)
+        row = gl.where(held <= 0, -64, (tile % tiles_per_page) * 64 + held - 64)
+        tma.async_copy_global_to_shared(desc, [page, row, COLUMN], barrier, _box(kv, chunk, 64, WIDTH))
+    else:
+        # a box is 64 columns wide: one of 128 would expect its two halves side by side, not 64 rows apart
+        parts = kv._reinterpret(kv.dtype, [18 * 64 // ROWS, ROWS, 64], gl.NVMMASharedLayout(128, 16, rank=2))
+        for i in gl.static_range(64 // ROWS):
+            held = gl.maximum(gl.minimum(tokens - i * ROWS, ROWS), 0)
+            box_page = gl.load(table + gl.minimum(tile * (64 // ROWS) + i, last_page))
+            for c in gl.static_range(WIDTH // 64):
+                tma.async_copy_global_to_shared(
+                    desc, [box_page, held - ROWS, COLUMN + 64 * c], barrier,
+                    _box(parts, (chunk + c) * (64 // ROWS) + i, ROWS, 64),
+                )  # fmt: skip
+
+
+@gluon.jit
+def _prefetch_tile(kv_ptr, table, tile, tiles_per_page, last_page, stride_page, ROWS: gl.constexpr):
+    """Ask for a tile's rows in L2 (contiguous ones: 1152 bytes a token)."""
+    for i in gl.static_range(64 // ROWS):
+        if ROWS == 64:
+            page = gl.load(table + tile // tiles_per_page)
+            row = (tile % tiles_per_page) * 64
+        else:
+            page = gl.load(table + gl.minimum(tile * (64 // ROWS) + i, last_page))
+            row = 0
+        address = kv_ptr + page.to(gl.int64) * stride_page + row * 576
+        size = gl.to_tensor(ROWS * 1152)
+        gl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [address, size],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _produce(
+    q, kv, bars, q_desc, q_rope_desc, kv_desc, kv_rope_desc, kv_ptr, block_table_ptr, items_ptr,
+    first_item, end_item, request, tile, tokens, head_block, stride_table, stride_page, tiles_per_page,
+    ROWS: gl.constexpr, PREFETCH: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The producer warp: all TMA loads, and the L2 prefetch of the next pair (each head block asks for one tile)."""
+    if PDL:
+        gdc_launch_dependents()
+    pair = 0
+    for w in range(first_item, end_item):
+        # the first item's fields came with the part, to save a load before the first tile
+        if w > first_item:
+            request = gl.load(items_ptr + w * ITEM_FIELDS + REQUEST)
+            tile = gl.load(items_ptr + w * ITEM_FIELDS + FIRST_TILE)
+            tokens = gl.load(items_ptr + w * ITEM_FIELDS + TOKENS)
+        table = block_table_ptr + request.to(gl.int64) * stride_table
+        end_tile = tile + (tokens + 63) // 64
+        last_tile = gl.maximum(end_tile - 1, tile)
+        last_page = gl.maximum((tile * 64 + tokens - 1) // ROWS, 0)
+        even_page = gl.load(table + tile // tiles_per_page, mask=tokens > 0, other=0)
+        odd_page = gl.load(table + gl.minimum(tile + 1, last_tile) // tiles_per_page, mask=tokens > 0, other=0)
+
+        mbarrier.wait(bars[Q_FREE], ((w - first_item) & 1) ^ 1)
+        mbarrier.expect(bars[Q_FIRST_FULL], 64 * (256 + 64) * 2)
+        head = head_block * 64
+        tma.async_copy_global_to_shared(q_rope_desc, [request, head, 512], bars[Q_FIRST_FULL], _box(q, 8, 64, 64))
+        tma.async_copy_global_to_shared(q_desc, [request, head, 0], bars[Q_FIRST_FULL], _box(q, 0, 64, 256))
+        num_pairs = gl.maximum((tokens + 127) // 128, 1)
+        for i in range(num_pairs):
+            parity = (pair & 1) ^ 1  # of the release made a pair ago; passes at once for the first
+            odd = gl.minimum(tile + 1, last_tile)
+            mbarrier.wait(bars[EVEN_LEFT_FREE], parity)
+            _load_columns(
+                kv_desc, kv, 0, 0, 128, bars[EVEN_FULL_0],
+                table, even_page, tile, tokens, tiles_per_page, last_page, ROWS,
+            )  # fmt: skip
+            _load_columns(
+                kv_rope_desc, kv, 8, 512, 64, bars[EVEN_ROPE_FULL],
+                table, even_page, tile, tokens, tiles_per_page, last_page, ROWS,
+            )  # fmt: skip
+            _load_columns(
+                kv_desc, kv, 2, 128, 128, bars[EVEN_FULL_1],
+                table, even_page, tile, tokens, tiles_per_page, last_page, ROWS,
+            )  # fmt: skip
+            if i == 0:
+                mbarrier.expect(bars[Q_SECOND_FULL], 64 * 256 * 2)
+                tma.async_copy_global_to_shared(q_desc, [request, head, 256], bars[Q_SECOND_FULL], _box(q, 4, 64, 256))
+            mbarrier.wait(bars[EVEN_RIGHT_FREE], parity)
+            _load_columns(
+                kv_desc, kv, 4, 256, 128, bars[EVEN_FULL_2],
+                table, even_page, tile, tokens, tiles_per_page, last_page, ROWS,
+            )  # fmt: skip
+            _load_columns(
+                kv_desc, kv, 6, 384, 128, bars[EVEN_FULL_3],
+                table, even_page, tile, tokens, tiles_per_page, last_page, ROWS,
+            )  # fmt: skip
+            next_even = gl.minimum(tile + 2, last_tile)
+            even_page = gl.load(table + next_even // tiles_per_page, mask=tokens > 0, other=0)
+            mbarrier.wait(bars[ODD_LEFT_FREE], parity)
+            _load_columns(
+                kv_desc, kv, 9, 0, 128, bars[ODD_FULL_0],
+                table, odd_page, odd, tokens - 64, tiles_per_page, last_page, ROWS,
+            )  # fmt: skip
+            _load_columns(
+                kv_desc, kv, 11, 128, 128, bars[ODD_FULL_1],
+                table, odd_page, odd, tokens - 64, tiles_per_page, last_page, ROWS,
+            )  # fmt: skip
+            mbarrier.wait(bars[ODD_RIGHT_FREE], parity)
+            _load_columns(
+                kv_desc, kv, 13, 256, 128, bars[ODD_FULL_2],
+                table, odd_page, odd, tokens - 64, tiles_per_page, last_page, ROWS,
+            )  # fmt: skip
+            _load_columns(
+                kv_rope_desc, kv, 17, 512, 64, bars[ODD_ROPE_FULL],
+                table, odd_page, odd, tokens - 64, tiles_per_page, last_page, ROWS,
+            )  # fmt: skip
+            _load_columns(
+                kv_desc, kv, 15, 384, 128, bars[ODD_FULL_3],
+                table, odd_page, odd, tokens - 64, tiles_per_page, last_page, ROWS,
+            )  # fmt: skip
+            if PREFETCH:
+                ahead = tile + 2 + head_block
+                if ahead < end_tile:
+                    _prefetch_tile(kv_ptr, table, ahead, tiles_per_page, last_page, stride_page, ROWS)
+            odd_page = gl.load(table + gl.minimum(tile + 3, last_tile) // tiles_per_page, mask=tokens > 0, other=0)
+            tile += 2
+            tokens -= 128
+            pair += 1
+
+
+@gluon.jit
+def _mask(scores, tokens, ROWS: gl.constexpr, S_LAYOUT: gl.constexpr):
+    """Rows of a short tile that hold no token: each box has its tokens last (see `_load_columns`)."""
+    if tokens < 64:
+        column = gl.arange(0, 64, gl.SliceLayout(0, S_LAYOUT))
+        held = gl.minimum(tokens - (column // ROWS) * ROWS, ROWS)
+        scores = gl.where((column % ROWS >= ROWS - held)[None, :], scores, -3e38)
+    return scores
+
+
+@gluon.jit
+def _move_maximum(scores, row_max, scale_log2, grew, flag, shared_max, THRESHOLD: gl.constexpr):
+    """The new maximum, and whether any row's moved (a scalar); both also go to the other consumer.
+
+    Every warp reads the 64 rows' flags, two a lane: one reduction in the warp, no exchange between warps.
+    """
+    TWO_A_LANE: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    tile_max = gl.max(scores, axis=1) * scale_log2
+    grows = tile_max > row_max + THRESHOLD
+    new_max = gl.where(grows, tile_max, row_max)
+    grew.store(grows.to(gl.int32))
+    shared_max.store(new_max)
+    moved = gl.max(grew.load(TWO_A_LANE), axis=0)
+    flag.store(gl.full([1], moved, gl.int32, ONE))
+    return new_max, moved
+
+
+@gluon.jit
+def _read_flag(flag):
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(flag.load(ONE), axis=0)
+
+
+@gluon.jit
+def _finish(
+    acc, row_sum, row_max, kv, part_desc, out_desc, part_lse_ptr, lse_ptr, items_ptr, w, head_block, num_heads,
+    CHUNK: gl.constexpr, HALF: gl.constexpr, O_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Write one consumer's columns of an item: through its half of the odd tile, then out by TMA.
+
+    A whole request goes to out and lse, a part of one to its slot. TMA clips heads past num_heads.
+    """
+    ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    row_sum = gl.convert_layout(row_sum, ROW)
+    row_max = gl.convert_layout(row_max, ROW)
+    has_tokens = row_sum > 0.0
+    safe_sum = gl.where(has_tokens, row_sum, 1.0)
+    acc = acc * (1.0 / safe_sum)[:, None]
+    lse = gl.where(has_tokens, (row_max + gl.log2(safe_sum)) * _LN_2, float("-inf"))
+    request = gl.load(items_ptr + w * ITEM_FIELDS + REQUEST)
+    slot = gl.load(items_ptr + w * ITEM_FIELDS + SLOT)
+    heads = head_block * 64 + gl.arange(0, 64, ROW)
+    staged = _columns(kv, CHUNK, 256)
+    staged.store(acc.to(kv.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    if slot >= 0:
+        tma.async_copy_shared_to_global(part_desc, [slot, head_block * 64, HALF * 256], _box(kv, CHUNK, 64, 256))
+        if HALF == 0:
+            gl.store(part_lse_ptr + slot.to(gl.int64) * num_heads + heads, lse, mask=heads < num_heads)
+    else:
+        tma.async_copy_shared_to_global(out_desc, [request, head_block * 64, HALF * 256], _box(kv, CHUNK, 64, 256))
+        if HALF == 0:
+            gl.store(lse_ptr + request.to(gl.int64) * num_heads + heads, lse, mask=heads < num_heads)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _consume_even(
+    q, kv, p_even, shared_max, sums, grew, flags, bars, part_desc, out_desc, part_lse_ptr, lse_ptr, items_ptr,
+    first_item, end_item, head_block, num_heads, scale_log2, THRESHOLD: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Scores of the even tiles, output columns 0..255."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
+    S_ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    Q_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
+    P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
+    pair = 0
+    for w in range(first_item, end_item):
+        tokens = gl.load(items_ptr + w * ITEM_FIELDS + TOKENS)
+        end = pair + gl.maximum((tokens + 127) // 128, 1)
+        item_parity = (w - first_item) & 1
+        acc = gl.full([64, 256], 0.0, gl.float32, O_LAYOUT)
+        s = gl.full([64, 64], 0.0, gl.float32, S_LAYOUT)
+        m1 = gl.full([64], _LOWEST, gl.float32, S_ROW)
+        row_sum = gl.full([64], 0.0, gl.float32, S_ROW)
+        mbarrier.wait(bars[Q_FIRST_FULL], item_parity)
+        # Always 0, but not known to be: it keeps the descriptors of wgmma from being hoisted and spilled.
+        z = w >> 30
+        q_rope = q.index(8).load(Q_OPERAND)
+        mbarrier.wait(bars[EVEN_FULL_0], pair & 1)
+        s = warpgroup_mma(_columns(q, z, 128), _columns(kv, z, 128).permute((1, 0)), s, use_acc=False, is_async=True)
+        mbarrier.wait(bars[EVEN_ROPE_FULL], pair & 1)
+        s = warpgroup_mma(q_rope, kv.index(z + 8).permute((1, 0)), s, is_async=True)
+        mbarrier.wait(bars[EVEN_FULL_1], pair & 1)
+        s = warpgroup_mma(_columns(q, z + 2, 128), _columns(kv, z + 2, 128).permute((1, 0)), s, is_async=True)
+        mbarrier.wait(bars[Q_SECOND_FULL], item_parity)
+        mbarrier.wait(bars[EVEN_FULL_2], pair & 1)
+        s = warpgroup_mma(_columns(q, z + 4, 128), _columns(kv, z + 4, 128).permute((1, 0)), s, is_async=True)
+        mbarrier.wait(bars[EVEN_FULL_3], pair & 1)
+        s = warpgroup_mma(_columns(q, z + 6, 128), _columns(kv, z + 6, 128).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        for j in range(pair, end):
+            parity = j & 1
+            z = j >> 30
+            s = _mask(s, tokens, ROWS, S_LAYOUT)
+            m0, moved = _move_maximum(s, m1, scale_log2, grew.index(0), flags.index(0), shared_max.index(0), THRESHOLD)
+            p = gl.exp2(s * scale_log2 - m0[:, None])
+            p16 = p.to(kv.dtype)
+            p_even.store(p16)
+            fence_async_shared()
+            mbarrier.arrive(bars[P_EVEN_READY], count=1)
+            tile_sum = gl.sum(p, axis=1)
+            if moved != 0:
+                correction = gl.exp2(m1 - m0)
+                row_sum = row_sum * correction
+                acc = acc * gl.convert_layout(correction, O_ROW)[:, None]
+            row_sum = row_sum + tile_sum
+            p_operand = gl.convert_layout(p16, P_OPERAND)
+            acc = warpgroup_mma(p_operand, _columns(kv, z, 256), acc, is_async=True)
+            acc, p_operand = warpgroup_mma_wait(0, deps=(acc, p_operand))
+            mbarrier.arrive(bars[EVEN_LEFT_FREE], count=1)
+
+            mbarrier.wait(bars[P_ODD_READY], parity)
+            odd_moved = _read_flag(flags.index(1))
+            m1 = shared_max.index(1).load(S_ROW)
+            if odd_moved != 0:
+                correction = gl.exp2(m0 - m1)
+                row_sum = row_sum * correction
+                acc = acc * gl.convert_layout(correction, O_ROW)[:, None]
+            if j + 1 < end:
+                acc = warpgroup_mma(q.index(z + 8), _columns(kv, z + 9, 256), acc, is_async=True)
+                mbarrier.wait(bars[EVEN_FULL_0], parity ^ 1)
+                s = warpgroup_mma(
+                    _columns(q, z, 128), _columns(kv, z, 128).permute((1, 0)), s, use_acc=False, is_async=True
+                )
+                mbarrier.wait(bars[EVEN_ROPE_FULL], parity ^ 1)
+                s = warpgroup_mma(q_rope, kv.index(z + 8).permute((1, 0)), s, is_async=True)
+                mbarrier.wait(bars[EVEN_FULL_1], parity ^ 1)
+                s = warpgroup_mma(_columns(q, z + 2, 128), _columns(kv, z + 2, 128).permute((1, 0)), s, is_async=True)
+                acc = warpgroup_mma_wait(3, deps=(acc,))
+                mbarrier.arrive(bars[ODD_LEFT_FREE], count=1)
+                mbarrier.wait(bars[EVEN_FULL_2], parity ^ 1)
+                s = warpgroup_mma(_columns(q, z + 4, 128), _columns(kv, z + 4, 128).permute((1, 0)), s, is_async=True)
+                mbarrier.wait(bars[EVEN_FULL_3], parity ^ 1)
+                s = warpgroup_mma(_columns(q, z + 6, 128), _columns(kv, z + 6, 128).permute((1, 0)), s, is_async=True)
+                s = warpgroup_mma_wait(0, deps=(s,))
+            else:
+                acc = warpgroup_mma(q.index(z + 8), _columns(kv, z + 9, 256), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+            tokens -= 128
+        pair = end
+
+        # Q and P1, which is in Q's memory, were read for the last time: `odd` finished with Q before it sent P1
+        mbarrier.arrive(bars[Q_FREE], count=1)
+        sums.index(0).store(row_sum)
+        mbarrier.arrive(bars[SUM_EVEN_READY], count=1)
+        mbarrier.wait(bars[SUM_ODD_READY], item_parity)
+        row_sum = row_sum + sums.index(1).load(S_ROW)
+        _finish(
+            acc, row_sum, m1, kv, part_desc, out_desc, part_lse_ptr, lse_ptr, items_ptr, w, head_block, num_heads,
+            9, 0, O_LAYOUT,
+        )  # fmt: skip
+        mbarrier.arrive(bars[ODD_LEFT_FREE], count=1)
+
+
+@gluon.jit
+def _consume_odd(
+    q, kv, p_even, shared_max, sums, grew, flags, bars, part_desc, out_desc, part_lse_ptr, lse_ptr, items_ptr,
+    first_item, end_item, head_block, num_heads, scale_log2, THRESHOLD: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Scores of the odd tiles, output columns 256..511."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
+    S_ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    Q_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
+    P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
+    pair = 0
+    for w in range(first_item, end_item):
+        tokens = gl.load(items_ptr + w * ITEM_FIELDS + TOKENS)
+        end = pair + gl.maximum((tokens + 127) // 128, 1)
+        item_parity = (w - first_item) & 1
+        acc = gl.full([64, 256], 0.0, gl.float32, O_LAYOUT)
+        s = gl.full([64, 64], 0.0, gl.float32, S_LAYOUT)
+        m1 = gl.full([64], _LOWEST, gl.float32, S_ROW)
+        row_sum = gl.full([64], 0.0, gl.float32, S_ROW)
+        mbarrier.wait(bars[Q_FIRST_FULL], item_parity)
+        q_rope = q.index(8).load(Q_OPERAND)
+        mbarrier.wait(bars[Q_SECOND_FULL], item_parity)
+        for j in range(pair, end):
+            parity = j & 1
+            # as in _consume_even
+            z = j >> 30
+            mbarrier.wait(bars[ODD_FULL_0], parity)
+            s = warpgroup_mma(
+                _columns(q, z, 128), _columns(kv, z + 9, 128).permute((1, 0)), s, use_acc=False, is_async=True
+            )
+            mbarrier.wait(bars[ODD_FULL_1], parity)
+            s = warpgroup_mma(_columns(q, z + 2, 128), _columns(kv, z + 11, 128).permute((1, 0)), s, is_async=True)
+            mbarrier.wait(bars[ODD_FULL_2], parity)
+            s = warpgroup_mma(_columns(q, z + 4, 128), _columns(kv, z + 13, 128).permute((1, 0)), s, is_async=True)
+            mbarrier.wait(bars[ODD_ROPE_FULL], parity)
+            s = warpgroup_mma(q_rope, kv.index(z + 17).permute((1, 0)), s, is_async=True)
+            mbarrier.wait(bars[ODD_FULL_3], parity)
+            s = warpgroup_mma(_columns(q, z + 6, 128), _columns(kv, z + 15, 128).permute((1, 0)), s, is_async=True)
+            s = warpgroup_mma_wait(0, deps=(s,))
+
+            mbarrier.wait(bars[P_EVEN_READY], parity)
+            even_moved = _read_flag(flags.index(0))
+            m0 = shared_max.index(0).load(S_ROW)
+            s = _mask(s, tokens - 64, ROWS, S_LAYOUT)
+            if even_moved != 0:
+                correction = gl.exp2(m1 - m0)
+                row_sum = row_sum * correction
+                acc = acc * gl.convert_layout(correction, O_ROW)[:, None]
+            # runs under the softmax of the odd tile
+            acc = warpgroup_mma(p_even, _columns(kv, z + 4, 256), acc, is_async=True)
+            m1, moved = _move_maximum(s, m0, scale_log2, grew.index(1), flags.index(1), shared_max.index(1), THRESHOLD)
+            p = gl.exp2(s * scale_log2 - m1[:, None])
+            p16 = p.to(kv.dtype)
+            q.index(8).store(p16)
+            fence_async_shared()
+            mbarrier.arrive(bars[P_ODD_READY], count=1)
+            tile_sum = gl.sum(p, axis=1)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(bars[EVEN_RIGHT_FREE], count=1)
+            if moved != 0:
+                correction = gl.exp2(m0 - m1)
+                row_sum = row_sum * correction
+                acc = acc * gl.convert_layout(correction, O_ROW)[:, None]
+            row_sum = row_sum + tile_sum
+            p_operand = gl.convert_layout(p16, P_OPERAND)
+            acc = warpgroup_mma(p_operand, _columns(kv, z + 13, 256), acc, is_async=True)
+            acc, p_operand = warpgroup_mma_wait(0, deps=(acc, p_operand))
+            mbarrier.arrive(bars[ODD_RIGHT_FREE], count=1, pred=j + 1 < end)
+            tokens -= 128
+        pair = end
+
+        sums.index(1).store(row_sum)
+        mbarrier.arrive(bars[SUM_ODD_READY], count=1)
+        mbarrier.wait(bars[SUM_EVEN_READY], item_parity)
+        row_sum = row_sum + sums.index(0).load(S_ROW)
+        _finish(
+            acc, row_sum, m1, kv, part_desc, out_desc, part_lse_ptr, lse_ptr, items_ptr, w, head_block, num_heads,
+            13, 1, O_LAYOUT,
+        )  # fmt: skip
+        mbarrier.arrive(bars[ODD_RIGHT_FREE], count=1)
+
+
+@gluon.jit(do_not_specialize=["num_heads", "stride_table", "tiles_per_page"])
+def _mla_decode_hopper_kernel(
+    q_desc, q_rope_desc, kv_desc, kv_rope_desc, part_desc, out_desc,
+    kv_ptr, block_table_ptr, parts_ptr, items_ptr, part_lse_ptr, lse_ptr,
+    num_heads, scale_log2, stride_table, stride_page, tiles_per_page,
+    ROWS: gl.constexpr, THRESHOLD: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PREFETCH: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    head_block = gl.program_id(0)
+    part = gl.program_id(1)
+    q = gl.allocate_shared_memory(q_desc.dtype, [9, 64, 64], LAYOUT)
+    kv = gl.allocate_shared_memory(q_desc.dtype, [18, 64, 64], LAYOUT)
+    p_even = gl.allocate_shared_memory(q_desc.dtype, [64, 64], LAYOUT)
+    shared_max = gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN)
+    sums = gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN)
+    grew = gl.allocate_shared_memory(gl.int32, [2, 64], PLAIN)
+    flags = gl.allocate_shared_memory(gl.int32, [2, 1], PLAIN)
+    bars = (
+        _barrier(), _barrier(), _barrier(), _barrier(), _barrier(), _barrier(), _barrier(), _barrier(), _barrier(),
+        _barrier(), _barrier(), _barrier(), _barrier(), _barrier(), _barrier(), _barrier(), _barrier(), _barrier(),
+        _barrier(), _barrier(), _barrier(),
+    )  # fmt: skip
+    if PDL:
+        gdc_wait()
+    first_item = gl.load(parts_ptr + part * 8)
+    end_item = gl.load(parts_ptr + part * 8 + 1)
+    request = gl.load(parts_ptr + part * 8 + 2)
+    tile = gl.load(parts_ptr + part * 8 + 3)
+    tokens = gl.load(parts_ptr + part * 8 + 4)
+    fence_async_shared()
+    gl.thread_barrier()
+    consumer_arguments = (
+        q, kv, p_even, shared_max, sums, grew, flags, bars, part_desc, out_desc, part_lse_ptr, lse_ptr, items_ptr,
+        first_item, end_item, head_block, num_heads, scale_log2, THRESHOLD, ROWS,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consume_even, consumer_arguments),
+            (_consume_odd, consumer_arguments),
+            (
+                _produce,
+                (
+                    q, kv, bars, q_desc, q_rope_desc, kv_desc, kv_rope_desc, kv_ptr, block_table_ptr, items_ptr,
+                    first_item, end_item, request, tile, tokens, head_block, stride_table, stride_page, tiles_per_page,
+                    ROWS, PREFETCH, PDL,
+                ),
+            ),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, 504 - 2 * CONSUMER_REGISTERS],
+    )  # fmt: skip
+
+
+_BOX_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+_THRESHOLD = 8.0
+_CONSUMER_REGISTERS = 240
+
+
+def hopper_fits(q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, softmax_scale: float) -> bool:
+    """Whether this kernel takes a call that `mla.mla_decode` has checked.
+
+    It takes 512 + 64 in 16 bits on a GPU of compute capability 9.0, pages of 16, 32 or a multiple of 64 tokens,
+    addresses and strides that are multiples of 16 bytes, and a positive scale (the maximum is taken before scaling).
+    """
+    page_size = kv_cache.shape[1]
+    return (
+        q.is_cuda
+        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        and q.element_size() == 2
+        and q.shape[2] == RANK + ROPE
+        and out.shape[2] == RANK
+        and (page_size in (16, 32) or page_size % 64 == 0)
+        and softmax_scale > 0
+        and len(kv_cache) > 0
+        and all(t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 and t.stride(1) % 8 == 0 for t in (q, kv_cache, out))
+    )
+
+
+def plan_hopper(seq_lens: torch.Tensor, num_heads: int) -> WorkPlan:
+    """The work plan for a decode step; the step's layers share it.
+
+    Args:
+        seq_lens: (batch_size,) int32.
+        num_heads: query heads of a request.
+    """
+    head_blocks = -(-num_heads // 64)
+    return make_work_plan(seq_lens, max(1, device_facts(seq_lens.device).num_sms // head_blocks))
+
+
+def mla_decode_hopper(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    softmax_scale: float,
+    plan: WorkPlan | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the kernel and the merge of divided requests; arguments as in `mla_decode_portable`.
+
+    Args:
+        q, kv_cache, block_table, seq_lens, out, lse, softmax_scale: of a call for which `hopper_fits` holds.
+        plan: made from the same lengths by `plan_hopper`; made here if None.
+
+    Returns:
+        out and lse.
+    """
+    _, num_heads, _ = q.shape
+    page_size = kv_cache.shape[1]
+    plan = plan or plan_hopper(seq_lens, num_heads)
+    rows = min(page_size, 64)
+    head_blocks = -(-num_heads // 64)
+    part_out = q.new_empty(plan.num_slots, num_heads, RANK)
+    part_lse = q.new_empty(plan.num_slots, num_heads, dtype=torch.float32)
+
+    def boxes(tensor: torch.Tensor, height: int, width: int) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(tensor, [1, height, width], _BOX_LAYOUT)
+
+    _mla_decode_hopper_kernel[(head_blocks, len(plan.parts))](
+        boxes(q, 64, 256), boxes(q, 64, ROPE),
+        boxes(kv_cache, rows, 128 if rows == 64 else 64), boxes(kv_cache, rows, ROPE),
+        boxes(part_out, 64, 256), boxes(out, 64, 256),
+        kv_cache, block_table, plan.parts, plan.items, part_lse, lse,
+        num_heads, softmax_scale * LOG2_E, block_table.stride(0), kv_cache.stride(0), max(page_size // 64, 1),
+        ROWS=rows, THRESHOLD=_THRESHOLD, CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
+        # with one head block or rows apart the prefetch does not pay
+        PREFETCH=head_blocks == 2 and kv_cache.stride(1) == RANK + ROPE,
+        PDL=True,
+        num_warps=4, maxnreg=168, launch_pdl=True,
+    )  # fmt: skip
+    merge_slots(part_out, part_lse, plan.requests, out, lse)
+    return out, lse

@@ -64,28 +64,36 @@ def redraw(data_dir: Path, output: Path, readme_path: Path | None, gpu: str) -> 
     published = data.load_published(data_dir)
     table = claims(frame, published, tune)
     # A README without its markers is found before anything is written.
-    readme_text = None if readme_path is None else updated_readme(readme_path, frame, table, output)
+    readmes = {} if readme_path is None else updated_readmes(readme_path, data_dir, frame, published, table, output)
     output.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, figure in draw(frame, published, tune).items():
         paths += figures.save(figure, output, name)
     for name, text in texts(frame, table, tune).items():
         paths.append(write(output / name, text))
-    if readme_text is not None:
-        paths.append(write(readme_path, readme_text))
-    return paths
+    return paths + [write(path, text) for path, text in readmes.items()]
 
 
-def updated_readme(path: Path, frame: pd.DataFrame, table: pd.DataFrame, output: Path) -> str:
-    """The README's text with its three blocks replaced; `table` is what `claims` returns."""
+def updated_readmes(
+    path: Path, data_dir: Path, frame: pd.DataFrame, published: pd.DataFrame, table: pd.DataFrame, output: Path
+) -> dict[Path, str]:
+    """The README's text, and the data dictionary's where there is one, with their blocks replaced.
+
+    Args:
+        table: what `claims` returns.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"expected the file {path}, got none; create it with its markers or drop --readme")
     blocks = {
-        "headline": tables.headline(frame),
+        "headline": tables.headline(frame, published),
         "results": tables.summary_markdown(frame),
         "claims": claims_tables.claims_short(table, frame, f"{output.as_posix()}/claims.md"),
     }
-    return readme.replace_blocks(path.read_text(encoding="utf-8"), blocks)
+    texts = {path: readme.replace_blocks(path.read_text(encoding="utf-8"), blocks)}
+    if (dictionary := data_dir / "README.md").is_file():
+        notes = {"notes": data.notes_markdown(data_dir)}
+        texts[dictionary] = readme.replace_blocks(dictionary.read_text(encoding="utf-8"), notes)
+    return texts
 
 
 def draw(frame: pd.DataFrame, published: pd.DataFrame, tune: pd.DataFrame | None) -> dict[str, figures.Figure]:

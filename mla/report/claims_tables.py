@@ -3,7 +3,8 @@
 import pandas as pd
 
 from mla.report.cache_size import models_markdown
-from mla.report.claims import NOT_HERE, REACHED
+from mla.report.checks import REACHED
+from mla.report.claims import CONSTANT, NOT_HERE
 from mla.report.compare import shape_name
 from mla.report.text import markdown
 
@@ -18,7 +19,7 @@ def said(row: pd.Series) -> str:
 def hardware_sentence(frame: pd.DataFrame) -> str:
     """Whose hardware the verdicts compare, and what the words mean."""
     return (
-        f"Our measurements are from one {frame['gpu'].iloc[0]} ({frame['date'].iloc[0]}), the article's from an NVIDIA "
+        f"Our measurements are from {frame['gpu'].iloc[0]} ({frame['date'].iloc[0]}), the article's from an NVIDIA "
         "H100: where the two meet, a claim can hold or differ, but only like hardware or arithmetic can reproduce it. "
         f"A figure is reached from {100 * REACHED:.0f} % of it on. `gathered` is against torch.compile on the gathered "
         "paged cache; the verdict is against torch.compile on a contiguous cache, the stronger opponent."
@@ -50,7 +51,7 @@ def claims_markdown(table: pd.DataFrame, frame: pd.DataFrame) -> str:
 
 def claims_short(table: pd.DataFrame, frame: pd.DataFrame, full: str = "figures/claims.md") -> str:
     """The claims block of the README: a row a claim that can be tested, kernels side by side; `full`: all of them."""
-    tested = table[table["verdict"] != NOT_HERE]
+    tested = table[~table["verdict"].isin([NOT_HERE, CONSTANT])]
     rows = [
         {
             "claim": group["quote_gist"].iloc[0],

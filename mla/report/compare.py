@@ -2,6 +2,7 @@
 
 from itertools import pairwise, product
 
+import numpy as np
 import pandas as pd
 
 from mla.report.schema import DEFAULT_PAGE_SIZE
@@ -11,6 +12,8 @@ CONTEXT_LENS = (1024, 4096, 16384, 32768)
 SHAPES = pd.MultiIndex.from_tuples(list(product(BATCH_SIZES, CONTEXT_LENS)), names=["batch_size", "context_len"])
 # The stronger opponent first: it decides the verdicts.
 OPPONENTS = ("torch_compile", "torch_compile_paged")
+# A compiled row stands out if its time a token is over this many times the mean of its context neighbours'.
+OUTLIER = 1.25
 
 
 def finished(frame: pd.DataFrame) -> str:
@@ -36,7 +39,8 @@ def ratios(frame: pd.DataFrame, implementation: str, opponent: str, timer: str =
 
     Returns:
         A row for each of the sixteen shapes: `ratio` (over 1: `implementation` is faster; NaN: no answer), `level`
-        (the p20-p80 ranges overlap) and `gap` (why there is no answer, else empty).
+        (the p20-p80 ranges overlap), `outlier` (the opponent's row is in `outliers`) and `gap` (why there is no
+        answer, else empty).
     """
     ours, theirs = at_shapes(frame, implementation, timer), at_shapes(frame, opponent, timer)
     # A rate is there exactly where the result is valid.
@@ -50,6 +54,7 @@ def ratios(frame: pd.DataFrame, implementation: str, opponent: str, timer: str =
         {
             "ratio": (theirs["latency_us_p50"] / ours["latency_us_p50"]).where(both),
             "level": level & both,
+            "outlier": theirs["row_id"].map(without_timer, na_action="ignore").isin(outliers(frame)),
             "gap": gaps,
         }
     )
@@ -67,6 +72,40 @@ def _gap(implementation: str, row: pd.Series) -> str:
 def count_wins(table: pd.DataFrame) -> str:
     """`13 of 16`, from `ratios`; the second number counts only the shapes that can be compared."""
     return f"{(table['ratio'] > 1).sum()} of {table['ratio'].notna().sum()}"
+
+
+def outliers(frame: pd.DataFrame) -> set[str]:
+    """Row ids without timer of torch.compile's rows that look like an accident of its autotuning.
+
+    A fixed cost makes the time a token fall as the context grows, and always stay below the mean of both context
+    neighbours; a row that is above both neighbours and over `OUTLIER` times their mean is slow for another reason.
+    """
+    found = set()
+    for opponent in OPPONENTS:
+        rows = at_shapes(frame, opponent)
+        tokens = rows.index.get_level_values("batch_size") * rows.index.get_level_values("context_len")
+        cost = rows["latency_us_p50"].where(rows["tflops"].notna()) / tokens
+        before, after = (cost.groupby(level="batch_size").shift(step) for step in (1, -1))
+        # Where a neighbour is missing the limit is NaN, and nothing is above it.
+        limit = np.maximum(OUTLIER * (before + after) / 2, np.maximum(before, after))
+        found |= set(rows.loc[cost > limit, "row_id"].map(without_timer))
+    return found
+
+
+def without_timer(row_id: str) -> str:
+    """The part of a row id that both timers share."""
+    return row_id.rsplit("/", 1)[0]
+
+
+def outlier_wins(table: pd.DataFrame) -> str:
+    """What to say after `count_wins` where a win is due to the opponent's outlier, or an empty string."""
+    shapes = table.index[table["outlier"] & (table["ratio"] > 1)]
+    names = ", ".join(shape_name(*shape) for shape in shapes)
+    return (
+        f", where {names} is won against what looks like an outlier of torch.compile († in the results)"
+        if names
+        else ""
+    )
 
 
 def growth_steps(ratio: pd.Series) -> tuple[int, int]:

@@ -49,7 +49,7 @@ def load(directory: str | Path, gpu: str = DEFAULT_GPU, date: str | None = None)
     Returns:
         The columns of the file and: `gpu` (full name), `date`, `row_id`, `usable` (ok and correct), `tflops`, `gbps`
         (both empty where not usable), `share_of_matmul`, `share_of_read` (of the ceilings of the same rounds),
-        `intensity` (FLOP/byte) and `citable` (the commit of the run was clean).
+        `intensity` (FLOP/byte), `citable` (the commit of the run was clean) and `notes` (the sidecar's, or empty).
 
     Raises:
         FileNotFoundError: no such file, or no sidecar.
@@ -66,8 +66,20 @@ def load(directory: str | Path, gpu: str = DEFAULT_GPU, date: str | None = None)
     sidecar = load_sidecar(file.path)
     # A run that does not say that its tree was clean is not citable.
     clean_runs = {run.get("run_id") for run in sidecar["runs"] if run.get("dirty") is False}
-    frame = frame.assign(gpu=sidecar["gpu"], date=file.date, citable=frame["run_id"].isin(clean_runs))
+    frame = frame.assign(
+        gpu=sidecar["gpu"],
+        date=file.date,
+        citable=frame["run_id"].isin(clean_runs),
+        notes=sidecar.get("notes", ""),
+    )
     return derive(frame, f"{file.gpu}-{file.date}")
+
+
+def notes_markdown(directory: str | Path) -> str:
+    """The notes block of data/README.md: a line for each file whose sidecar has notes."""
+    noted = {file.path.name: load_sidecar(file.path).get("notes") for file in list_files(directory)}
+    lines = [f"- `{name}`. Note: {notes}" for name, notes in noted.items() if notes]
+    return "\n".join(lines) or "No file has notes."
 
 
 def load_sidecar(path: str | Path) -> dict:

@@ -5,11 +5,26 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mla.report.compare import BATCH_SIZES, CONTEXT_LENS, SHAPES, at_shapes, finished, tokens_name, usual
+from mla.report.compare import BATCH_SIZES, CONTEXT_LENS, SHAPES, at_shapes, finished, shape_name, tokens_name, usual
 from mla.report.roofline_figure import roofline
 from mla.report.schema import DEFAULT_PAGE_SIZE, IMPLEMENTATIONS
 from mla.report.speedup_figure import speedup
-from mla.report.style import ALT, DARK, GREY, LEADER, LOOKS, caption, context_axis, open_figure, save, spread, styled
+from mla.report.style import (
+    ALT,
+    DARK,
+    GREY,
+    LEADER,
+    LOOKS,
+    NEGLIGIBLE,
+    STRIP_COLOUR,
+    caption,
+    context_axis,
+    negligible_note,
+    open_figure,
+    save,
+    spread,
+    styled,
+)
 from mla.report.tuning_tables import tuning_table
 
 __all__ = ["ALT", "roofline", "save", "speedup", "tflops", "tuning"]
@@ -27,29 +42,41 @@ def tflops(frame: pd.DataFrame, timer: str = "cuda_graph") -> Figure:
     rows = {name: table for name, table in rows.items() if table["status"].notna().any()}
     ceiling = usual(frame, timer).groupby(list(SHAPES.names))["matmul_tflops"].median().reindex(SHAPES)
     top = 1.1 * np.nanmax([1, ceiling.max(), *(table["tflops"].max() for table in rows.values())])
+    best = {name: table["tflops"].max() for name, table in rows.items()}
+    left_out = {name: rate for name, rate in best.items() if rate < NEGLIGIBLE * ceiling.max()}
+    drawn = {name: table for name, table in rows.items() if name not in left_out}
     out_of_memory = any((table["status"] == "out_of_memory").any() for table in rows.values())
-    figure, all_axes = open_figure(9, 6.6, 2, 2, sharex=True, sharey=True)
-    figure.subplots_adjust(left=0.06, right=0.83, top=0.95, bottom=0.1, wspace=0.06, hspace=0.16)
+    figure, all_axes = open_figure(9, 6.7, 2, 2, sharex=True, sharey=True)
+    figure.subplots_adjust(left=0.06, right=0.83, top=0.95, bottom=0.115, wspace=0.06, hspace=0.16)
     for axes, batch_size in zip(all_axes, BATCH_SIZES, strict=True):
         context_axis(axes, list(CONTEXT_LENS))
         axes.set_ylim(-0.09 * top if out_of_memory else 0, top)
         axes.set_title(f"batch {batch_size}")
         _draw_ceiling(axes, ceiling.loc[batch_size])
-        for name, table in rows.items():
+        for name, table in drawn.items():
             _draw_rate(axes, name, table.loc[batch_size], name == finished(frame))
         if out_of_memory:
             _draw_out_of_memory(axes, {name: table.loc[batch_size] for name, table in rows.items()}, top)
     for axes, batch_size in zip(all_axes[1::2], BATCH_SIZES[1::2], strict=True):
-        ends = {name: table.loc[batch_size, "tflops"].dropna() for name, table in rows.items()}
+        ends = {name: table.loc[batch_size, "tflops"].dropna() for name, table in drawn.items()}
         label_ends(axes, ends, finished(frame), gap=0.047 * top, top=top)
     for axes in all_axes[::2]:
         axes.set_ylabel("TFLOPS")
     for axes in all_axes[2:]:
         axes.set_xlabel("context length")
-    failed = sum((table["status"].notna() & table["tflops"].isna()).sum() for table in rows.values())
-    failed -= sum((table["status"] == "out_of_memory").sum() for table in rows.values())
-    caption(figure, frame, "128 heads, bf16", f"Failed, not drawn: {failed}" if failed else "", timer=timer)
+    caption(figure, frame, "128 heads, bf16", negligible_note(left_out), _failed_note(rows), timer=timer)
     return figure
+
+
+def _failed_note(rows: dict[str, pd.DataFrame]) -> str:
+    """Which implementations gave no valid result, and at which shapes, out of memory aside."""
+    parts = []
+    for name, table in rows.items():
+        failed = table.index[table["status"].notna() & table["tflops"].isna() & (table["status"] != "out_of_memory")]
+        if len(failed):
+            where = ", ".join(shape_name(*shape) for shape in failed) if len(failed) <= 3 else f"{len(failed)} shapes"
+            parts.append(f"{LOOKS[name].label} at {where}")
+    return f"\nFailed, not drawn: {'; '.join(parts)}; the reasons are in results.md" if parts else ""
 
 
 def _draw_ceiling(axes: Axes, ceiling: pd.Series) -> None:
@@ -78,8 +105,10 @@ def _draw_rate(axes: Axes, name: str, table: pd.DataFrame, emphasised: bool) -> 
 
 def _draw_out_of_memory(axes: Axes, tables: dict[str, pd.DataFrame], top: float) -> None:
     """Crosses in a strip below zero, side by side where several implementations ran out of memory at a shape."""
-    axes.axhspan(-0.09 * top, 0, color="#f0f0f0", zorder=0)
-    axes.annotate("out of memory", (0.02, 0.012), xycoords="axes fraction", fontsize=8, color=GREY)
+    axes.axhspan(-0.09 * top, 0, color=STRIP_COLOUR, zorder=0)
+    named = [LOOKS[name].label for name, table in tables.items() if (table["status"] == "out_of_memory").any()]
+    text = ": ".join(["out of memory", *(["; ".join(named)] if named else [])])
+    axes.annotate(text, (0.02, 0.012), xycoords="axes fraction", fontsize=8, color=GREY)
     axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= top])
     for context_len in CONTEXT_LENS:
         names = [name for name, table in tables.items() if table.loc[context_len, "status"] == "out_of_memory"]
@@ -122,7 +151,7 @@ def tuning(tune: pd.DataFrame) -> Figure:
     table = table.set_index(list(SHAPES.names))["gain"].reindex(SHAPES)
     top = np.nanmax([1.5, table.max() * 1.15])
     figure, all_axes = open_figure(9, 3.4, 1, 4, sharey=True)
-    figure.subplots_adjust(left=0.06, right=0.995, top=0.9, bottom=0.24, wspace=0.05)
+    figure.subplots_adjust(left=0.06, right=0.995, top=0.9, bottom=0.26, wspace=0.05)
     places = np.arange(len(CONTEXT_LENS))
     for axes, batch_size in zip(all_axes, BATCH_SIZES, strict=True):
         gains = table.loc[batch_size].tolist()
@@ -146,5 +175,10 @@ def tuning(tune: pd.DataFrame) -> Figure:
         axes.set_xlabel("context length")
         axes.set_ylim(0, top)
     all_axes[0].set_ylabel("times as fast as the first guess")
-    caption(figure, tune, "Portable kernel, 128 heads, bf16. The line at 1 is the first guess")
+    notes = (
+        "Portable kernel, 128 heads, bf16, pages of 64",
+        "The line at 1 is the first guess",
+        "\nCases with 16 heads or small pages are in tuning.md",
+    )
+    caption(figure, tune, *notes)
     return figure

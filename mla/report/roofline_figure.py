@@ -1,5 +1,7 @@
 """The roofline: what each implementation reaches at its arithmetic intensity, below the measured ceilings."""
 
+from typing import NamedTuple
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -7,7 +9,23 @@ from matplotlib.figure import Figure
 
 from mla.report.compare import finished, shape_name, usual
 from mla.report.schema import IMPLEMENTATIONS
-from mla.report.style import DARK, GREY, LEADER, LOOKS, caption, open_figure, spread, styled
+from mla.report.style import (
+    DARK,
+    GREY,
+    LEADER,
+    LOOKS,
+    NEGLIGIBLE,
+    caption,
+    negligible_note,
+    open_figure,
+    spread,
+    styled,
+)
+
+# The foot of the axis, unless a point lies lower.
+LOWEST_TFLOPS = 50
+# Marks closer than this share of the axis overlap.
+OVERLAP = 0.035
 
 
 @styled
@@ -23,7 +41,10 @@ def roofline(frame: pd.DataFrame, published: pd.DataFrame | None = None, timer: 
     matmul_tflops, read_tbps = rows["matmul_tflops"].median(), rows["read_gbps"].median() / 1000
     ridge = matmul_tflops / read_tbps
     rows = largest_shapes(rows)
-    low, high = np.nanmin([10, rows["tflops"].min() * 0.8]), 1.5 * np.nanmax([100, matmul_tflops, rows["tflops"].max()])
+    left_out = rows[rows["tflops"] < NEGLIGIBLE * matmul_tflops].groupby("implementation")["tflops"].max()
+    rows = rows[~rows["implementation"].isin(left_out.index)]
+    low = np.nanmin([LOWEST_TFLOPS, rows["tflops"].min() * 0.8])
+    high = 1.5 * np.nanmax([100, matmul_tflops, rows["tflops"].max()])
     figure, (axes,) = open_figure(9, 5.4)
     figure.subplots_adjust(left=0.065, right=0.795, top=0.97, bottom=0.19)
     axes.set_xscale("log", base=2)
@@ -36,6 +57,7 @@ def roofline(frame: pd.DataFrame, published: pd.DataFrame | None = None, timer: 
         points = rows[rows["implementation"] == name].sort_values("intensity")
         look = LOOKS[name]
         emphasised = name == finished(frame)
+        crowded = any(_is_crowded(point, rows, np.log2(high / low)) for point in points.itertuples())
         axes.plot(
             points["intensity"],
             points["tflops"],
@@ -43,19 +65,22 @@ def roofline(frame: pd.DataFrame, published: pd.DataFrame | None = None, timer: 
             marker=look.marker,
             linestyle=look.dash,
             linewidth=2 if emphasised else 1,
-            markersize=7.5 if emphasised else 5.5,
+            markersize=(7.5 if emphasised else 5.5) * (0.6 if crowded else 1),
         )
     _label_intensities(axes, rows)
-    _label_points(axes, rows, finished(frame), low, high)
+    # A label above the roof would have its leader cross it.
+    roof = np.nan_to_num(np.log2(matmul_tflops / low) / np.log2(high / low), nan=1)
+    _label_points(axes, rows, finished(frame), low, high, roof - 0.02)
     axes.set_xlabel("arithmetic intensity of the decode, FLOP/byte (log)")
     axes.set_ylabel("TFLOPS (log)")
-    axes.set_yticks([tick for tick in (5, 10, 25, 50, 100, 200, 400, 800) if low <= tick <= high])
+    axes.set_yticks([tick for tick in (10, 25, 50, 100, 200, 400, 800) if low <= tick <= high])
     axes.set_yticklabels([f"{tick:g}" for tick in axes.get_yticks()])
     axes.minorticks_off()
     caption(
         figure,
         frame,
         f"bf16, each at its largest shape{_shapes_at_128_heads(rows)}",
+        negligible_note(left_out.to_dict()),
         h100_ridge(published),
         timer=timer,
     )
@@ -114,6 +139,12 @@ def _shapes_at_128_heads(rows: pd.DataFrame) -> str:
     return f" (128 heads: {names[0]}{''.join(others)})"
 
 
+def _is_crowded(point: NamedTuple, rows: pd.DataFrame, height: float) -> bool:
+    """Whether another implementation's point at the same heads is so near that the marks overlap."""
+    others = rows[(rows["num_heads"] == point.num_heads) & (rows["implementation"] != point.implementation)]
+    return bool((np.log2(others["tflops"] / point.tflops).abs() < OVERLAP * height).any())
+
+
 def largest_shapes(rows: pd.DataFrame) -> pd.DataFrame:
     """The valid row with the most cached tokens of each implementation and head count."""
     rows = rows[rows["usable"]].assign(tokens=rows["batch_size"] * rows["context_len"])
@@ -137,11 +168,11 @@ def _label_intensities(axes: Axes, rows: pd.DataFrame) -> None:
     axes.set_xticks(intensity[named], [f"{intensity[heads]:.0f}\n{heads} heads" for heads in named])
 
 
-def _label_points(axes: Axes, rows: pd.DataFrame, emphasised: str, low: float, high: float) -> None:
-    """Name and rate of each implementation at 128 heads, right of the panel."""
+def _label_points(axes: Axes, rows: pd.DataFrame, emphasised: str, low: float, high: float, top: float) -> None:
+    """Name and rate of each implementation at 128 heads, right of the panel and not above `top`, a share of it."""
     points = rows[rows["num_heads"] == 128]
     height = np.log2(high / low)
-    places = spread(np.log2(points["tflops"] / low).div(height).tolist(), 0.04, 0.0, 0.99)
+    places = spread(np.log2(points["tflops"] / low).div(height).tolist(), 0.04, 0.0, top)
     for row, place in zip(points.itertuples(), places, strict=True):
         look = LOOKS[row.implementation]
         axes.annotate(

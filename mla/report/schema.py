@@ -37,7 +37,7 @@ ALLOWED = {
     "timer": ["cuda_graph", "eager"],
     "l2_state": ["cold"],
     "loads": ["pointer", "descriptor"],
-    "testable": ["yes", "later", "no"],
+    "testable": ["yes", "later", "no", "constant"],
 }
 # The names that torch prints, and the short ones used here.
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}

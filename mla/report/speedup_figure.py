@@ -15,6 +15,7 @@ from mla.report.style import (
     LOSING_REGION,
     LOSS,
     OPPONENT_NAMES,
+    STRIP_COLOUR,
     caption,
     context_axis,
     open_figure,
@@ -22,6 +23,8 @@ from mla.report.style import (
 )
 
 TICKS = np.array([0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50])
+# The strip below the scale in which the source's loss is named, as a share of the axis.
+STRIP = 0.09
 FINE_TICKS = np.array([0.5, 0.7, 1, 1.5, 2, 3, 4, 6])
 
 
@@ -60,13 +63,13 @@ def speedup(
         row_axes = all_axes[4 * row : 4 * row + 4]
         row_tables = {name: tables[name, opponent] for name in shown}
         for axes, batch_size in zip(row_axes, BATCH_SIZES, strict=True):
-            prepare_panel(axes, low, high)
+            prepare_panel(axes, low, high, published is not None)
             axes.set_title(f"batch {batch_size}", color=DARK)
             draw_panel(
                 axes, {name: table.loc[batch_size] for name, table in row_tables.items()}, stars.get(batch_size, {})
             )
         if published is not None:
-            mark_source(row_axes, published, low)
+            mark_source(row_axes, published)
         wins = count_wins(row_tables[implementation])
         row_axes[0].annotate(
             f"{LOOKS[implementation].label}: faster than {OPPONENT_NAMES[opponent]} in {wins} shapes",
@@ -79,11 +82,19 @@ def speedup(
             color=DARK,
         )
         row_axes[0].set_ylabel("times as fast (log)")
-        row_axes[3].annotate("slower", (0.97, 0.03), xycoords="axes fraction", ha="right", va="bottom", color=LOSS)
+        place = (0.97, 0.03 + (STRIP if published is not None else 0))
+        row_axes[3].annotate("slower", place, xycoords="axes fraction", ha="right", va="bottom", color=LOSS)
     for axes in all_axes[4:]:
         axes.set_xlabel("context length")
     add_legend(figure, shown, published is not None)
-    caption(figure, frame, "128 heads, bf16. Hollow: the p20-p80 ranges overlap", timer=timer)
+    hollow = any(table["level"].any() for table in tables.values())
+    marked = any((table["outlier"] & table["ratio"].notna()).any() for table in tables.values())
+    notes = (
+        "128 heads, bf16",
+        "Hollow: the p20-p80 ranges overlap" if hollow else "",
+        "†: torch.compile's own time is an outlier (see results.md)" if marked else "",
+    )
+    caption(figure, frame, *notes, timer=timer)
     return figure
 
 
@@ -96,12 +107,14 @@ def limits(tables: dict, published: pd.DataFrame | None) -> tuple[float, float]:
     return min(values) / span**0.3, max(values) * span**0.22
 
 
-def prepare_panel(axes: Axes, low: float, high: float) -> None:
-    """Axes, the line at 1 and the losing region."""
+def prepare_panel(axes: Axes, low: float, high: float, with_strip: bool) -> None:
+    """Axes, the line at 1, the losing region and, where asked for, the strip below the scale."""
     context_axis(axes, list(CONTEXT_LENS))
     axes.set_xlim(2**9.3, 2**15.7)
     axes.set_yscale("log", base=2)
-    axes.set_ylim(low, high)
+    foot = low / (high / low) ** (STRIP / (1 - STRIP)) if with_strip else low
+    axes.set_ylim(foot, high)
+    axes.axhspan(foot, low, color=STRIP_COLOUR, zorder=0)
     ticks = FINE_TICKS if high / low < 20 else TICKS
     ticks = ticks[(ticks >= low) & (ticks <= high)]
     axes.set_yticks(ticks, [f"{tick:g}×" for tick in ticks])
@@ -123,7 +136,8 @@ def draw_panel(axes: Axes, tables: dict[str, pd.DataFrame], avoid: dict[int, flo
             axes.plot(context_len, row["ratio"], look.marker, color=look.colour, markerfacecolor=face, markersize=6.5)
             rivals = [other.loc[context_len, "ratio"] for key, other in tables.items() if key != name]
             rivals += [avoid[context_len]] if context_len in avoid else []
-            write_number(axes, context_len, row["ratio"], [rival for rival in rivals if pd.notna(rival)], name == main)
+            rivals = [rival for rival in rivals if pd.notna(rival)]
+            write_number(axes, context_len, row["ratio"], rivals, name == main, "†" if row["outlier"] else "")
     low, high = axes.get_ylim()
     upwards = high > 1 / low
     for context_len, gap in tables[main]["gap"][tables[main]["gap"] != ""].items():
@@ -140,8 +154,8 @@ def draw_panel(axes: Axes, tables: dict[str, pd.DataFrame], avoid: dict[int, flo
         )
 
 
-def write_number(axes: Axes, context_len: int, ratio: float, rivals: list[float], main: bool) -> None:
-    """Write a ratio beside its mark, on the side away from the line at 1 or from a near mark at the same shape."""
+def write_number(axes: Axes, context_len: int, ratio: float, rivals: list[float], main: bool, mark: str) -> None:
+    """Write a ratio and `mark` beside its point, on the side away from the line at 1 or from a near point."""
     over = [rival / ratio for rival in rivals if rival > ratio or (rival == ratio and not main)]
     under = [ratio / rival for rival in rivals if rival < ratio or (rival == ratio and main)]
     # Ratios to the next marks above and below; a mark that is further leaves room for the number.
@@ -150,7 +164,7 @@ def write_number(axes: Axes, context_len: int, ratio: float, rivals: list[float]
     # 16K and 32K are so close that their numbers would touch.
     shift = {CONTEXT_LENS[-2]: -4, CONTEXT_LENS[-1]: 4}.get(context_len, 0)
     text = axes.annotate(
-        f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.3f}",
+        (f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.3f}") + mark,
         (context_len, ratio),
         (shift, 6 if above else -6),
         textcoords="offset points",
@@ -163,8 +177,11 @@ def write_number(axes: Axes, context_len: int, ratio: float, rivals: list[float]
     text.set_path_effects([withStroke(linewidth=2.5, foreground="white" if ratio >= 1 else LOSING_REGION)])
 
 
-def mark_source(row_axes: list[Axes], published: pd.DataFrame, low: float) -> None:
-    """The two shapes that the source names: its best ratio as a star, its loss as an arrow; both from another GPU."""
+def mark_source(row_axes: list[Axes], published: pd.DataFrame) -> None:
+    """The two shapes that the source names: its best ratio as a star, its loss in words in the strip below the scale.
+
+    The loss has no value, so its mark must not sit where the axis gives one.
+    """
     gap = published.loc["article-largest-gap"]
     axes = row_axes[BATCH_SIZES.index(gap["batch_size"])]
     axes.plot(gap["context_len"], gap["value"], "*", color="white", markeredgecolor=GREY, markersize=13, zorder=4)
@@ -172,7 +189,18 @@ def mark_source(row_axes: list[Axes], published: pd.DataFrame, low: float) -> No
     axes.annotate(text, star, (0, 6), textcoords="offset points", ha="center", va="bottom", color=GREY)
     loss = published.loc["article-loss"]
     axes = row_axes[BATCH_SIZES.index(loss["batch_size"])]
-    axes.plot(loss["context_len"], low * 1.09, "v", color="white", markeredgecolor=GREY, markersize=9, zorder=4)
+    place = (loss["context_len"], STRIP / 2)
+    across = axes.get_xaxis_transform()
+    axes.annotate(
+        "▼ article: loss",
+        place,
+        xycoords=across,
+        xytext=(-4, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=8,
+        color=GREY,
+    )
 
 
 def add_legend(figure: Figure, shown: list[str], with_source: bool) -> None:
@@ -189,22 +217,18 @@ def add_legend(figure: Figure, shown: list[str], with_source: bool) -> None:
         for name in reversed(shown)
     ]
     if with_source:
-        for marker, text in (
-            ("*", "article (H100)"),
-            ("v", "article (H100): a loss, no value given"),
-        ):
-            handles.append(
-                Line2D(
-                    [],
-                    [],
-                    color="white",
-                    marker=marker,
-                    markeredgecolor=GREY,
-                    markersize=9,
-                    linestyle="none",
-                    label=text,
-                )
+        handles.append(
+            Line2D(
+                [],
+                [],
+                color="white",
+                marker="*",
+                markeredgecolor=GREY,
+                markersize=9,
+                linestyle="none",
+                label="article (H100), opponent's cache not said",
             )
+        )
     if len(handles) > 1:
         figure.legend(
             handles=handles,

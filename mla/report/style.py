@@ -18,7 +18,13 @@ GREY = "#777777"
 DARK = "#333333"
 LOSS = "#b03a00"
 LOSING_REGION = "#f6ece6"
+# Below the scale of an axis: what has no value on it.
+STRIP_COLOUR = "#f0f0f0"
 BLUE, ORANGE, GREEN, VERMILLION, PINK, BROWN, _, MID_GREY, _, SKY = sns.color_palette("colorblind").as_hex()
+# Far from the others in lightness, so that it is told from them in any kind of colour blindness.
+INDIGO = "#332288"
+# What stays below this share of the measured matmul rate would be points at zero: it is named in the caption instead.
+NEGLIGIBLE = 0.01
 
 
 # A thin line from a label's left end to its point.
@@ -41,7 +47,7 @@ LOOKS = {
     "torch_compile": Look("torch.compile", VERMILLION, "^", "--"),
     "torch_compile_paged": Look("torch.compile, paged", ORANGE, "v", "--"),
     "online_softmax": Look("online softmax", SKY, "<", ":"),
-    "split_kv": Look("split KV", SKY, ">", "--"),
+    "split_kv": Look("split KV", INDIGO, ">", "--"),
     "portable": Look("portable (Triton)", GREEN, "s", "-"),
     "gluon_simple": Look("Gluon, simple", BLUE, "h", ":"),
     "gluon_warp_specialised": Look("Gluon, warp-specialised", BLUE, "p", "--"),
@@ -60,12 +66,13 @@ ALT = {
         "Speed-up at each of the sixteen shapes over torch.compile, in two rows: above on a contiguous cache, below "
         "on the gathered paged cache. Four panels a row for batch size 8, 32, 64 and 128; context length from 1K to "
         "32K across. A mark above the line at 1 is a win, one in the shaded region below it a loss; the numbers are "
-        "written on the marks."
+        "written on the marks. A star is the article's best ratio; its loss, which has no value, is named in a strip "
+        "below the scale."
     ),
     "tflops": (
         "Arithmetic rate of every implementation in TFLOPS over context length, in four panels for batch size 8, 32, "
         "64 and 128, below a grey line: the bf16 matmul rate measured in the same rounds. Shapes that ran out of "
-        "memory are crosses below the axis."
+        "memory are crosses below the axis; what stays below 1 % of the matmul rate is named in the caption instead."
     ),
     "roofline": (
         "Roofline with the read bandwidth and the matmul rate measured on this GPU as the roof, and each "
@@ -102,8 +109,14 @@ def caption(figure: Figure, frame: pd.DataFrame, *notes: str, timer: str = "cuda
     """The small line at the foot: GPU, date, timer, state of the L2 cache, then the notes."""
     first = frame.iloc[0]
     parts = [first["gpu"], first["date"], {"cuda_graph": "CUDA graph", "eager": "eager launches"}[timer], "cold L2"]
-    text = ", ".join(parts) + "".join(f". {note}" for note in notes if note)
+    text = ". ".join([", ".join(parts), *(note for note in notes if note)]).replace(". \n", ".\n")
     figure.text(0.01, 0.012, text, fontsize=7.5, color=GREY, va="bottom")
+
+
+def negligible_note(best: dict[str, float]) -> str:
+    """`naive, eager: at most 1.3 TFLOPS, not drawn`, from the best rate of each implementation that is left out."""
+    texts = [f"{LOOKS[name].label}: at most {rate:.1f} TFLOPS" for name, rate in best.items()]
+    return f"{'; '.join(texts)}, not drawn" if texts else ""
 
 
 def context_axis(axes: Axes, context_lens: list[int]) -> None:

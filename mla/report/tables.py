@@ -2,11 +2,28 @@
 
 import pandas as pd
 
-from mla.report.compare import OPPONENTS, SHAPES, at_shapes, count_wins, finished, ratios, tokens_name
-from mla.report.text import latex_escape, markdown, number, percent, spread_text
+from mla.report.checks import REACHED
+from mla.report.compare import (
+    OPPONENTS,
+    OUTLIER,
+    SHAPES,
+    at_shapes,
+    count_wins,
+    finished,
+    outlier_wins,
+    outliers,
+    ratios,
+    shape_name,
+    without_timer,
+)
+from mla.report.text import latex_escape, markdown, number, percent, significant, spread_text
 
 RIVALS = {"torch_compile": "torch.compile", "torch_compile_paged": "torch.compile, paged", "flashmla": "FlashMLA"}
 OUTCOMES = {"out_of_memory": "out of memory"}
+OUTLIER_SENTENCE = (
+    "†: looks like an accident of torch.compile's autotuning: its time a token is above that of both context "
+    f"neighbours and over {OUTLIER:g} times their mean."
+)
 RESULT_COLUMNS = [
     "row_id",
     "implementation",
@@ -45,13 +62,13 @@ def results(frame: pd.DataFrame) -> pd.DataFrame:
 
 def results_markdown(frame: pd.DataFrame) -> str:
     """`figures/results.md`: all implementations, all measured rows."""
-    table = results(frame)
+    table, marked = results(frame), outliers(frame)
     rows = [
         {
             "row": f"`{row.row_id}`",
-            "median, us": number(row.latency_us_p50, 2),
+            "median, us": number(row.latency_us_p50, 2) + dagger(without_timer(row.row_id) in marked),
             "p20-p80, us": spread_text(row.latency_us_p20, row.latency_us_p80),
-            "plan, us": number(row.plan_us, 1),
+            "plan, us": significant(row.plan_us),
             "TFLOPS": number(row.tflops, 1),
             "GB/s": number(row.gbps, 0),
             "of matmul": percent(row.share_of_matmul),
@@ -65,8 +82,20 @@ def results_markdown(frame: pd.DataFrame) -> str:
         f"# Results\n\n{frame['gpu'].iloc[0]}, {frame['date'].iloc[0]}, cold L2. Made by `make figures`; the same rows "
         "in full are in results.csv. `plan` is the separate work plan of a decode step, not part of the latency; "
         "`of matmul` and `of read` are shares of the ceilings measured in the same rounds. Rows that failed are kept, "
-        f"without a number. {citable_sentence(frame)}\n\n{markdown(rows)}\n"
+        f"without a number. {footnotes(frame, bool(marked))}\n\n{markdown(rows)}\n\n{failures_markdown(table)}"
     )
+
+
+def failures_markdown(table: pd.DataFrame) -> str:
+    """The failed rows with their reasons, a line each; empty where none failed."""
+    failed = table[table["status"].str.startswith("failed: ")]
+    lines = [f"- `{row.row_id}`: {row.status.removeprefix('failed: ')}\n" for row in failed.itertuples()]
+    return "## Failed\n\n" + "".join(lines) if lines else ""
+
+
+def dagger(marked: bool) -> str:
+    """The mark of an outlier."""
+    return "†" if marked else ""
 
 
 def summary(frame: pd.DataFrame, timer: str = "cuda_graph") -> pd.DataFrame:
@@ -85,8 +114,10 @@ def summary(frame: pd.DataFrame, timer: str = "cuda_graph") -> pd.DataFrame:
     return table
 
 
-def summary_cells(table: pd.DataFrame) -> list[dict[str, str]]:
-    """The rounded cells of `summary`, for README and LaTeX."""
+def summary_cells(frame: pd.DataFrame) -> list[dict[str, str]]:
+    """The rounded cells of `summary`, for README and LaTeX; ratios to an outlier are marked."""
+    table, kernel = summary(frame), finished(frame)
+    marks = {rival: ratios(frame, kernel, rival)["outlier"].map(dagger) for rival in RIVALS}
     return [
         {
             "batch": str(batch_size),
@@ -94,7 +125,7 @@ def summary_cells(table: pd.DataFrame) -> list[dict[str, str]]:
             "median, us": number(row["latency_us_p50"], 1),
             "TFLOPS": number(row["tflops"], 0),
             "of matmul": percent(row["share_of_matmul"]),
-            **{f"vs {label}": number(row[rival], 2) for rival, label in RIVALS.items()},
+            **{f"vs {label}": number(row[rival], 2) + marks[rival][row.name] for rival, label in RIVALS.items()},
             "row": f"b{batch_size}-n{context_len}-h128",
         }
         for (batch_size, context_len), row in table.iterrows()
@@ -103,14 +134,21 @@ def summary_cells(table: pd.DataFrame) -> list[dict[str, str]]:
 
 def summary_markdown(frame: pd.DataFrame) -> str:
     """The results block of the README."""
-    kernel = finished(frame)
+    cells = summary_cells(frame)
     return (
-        f"{markdown(summary_cells(summary(frame)))}\n\n"
-        f"`{kernel}` on one {frame['gpu'].iloc[0]}, {frame['date'].iloc[0]}: CUDA graph, cold L2, 128 heads, bf16. "
-        "`vs` columns are ratios of medians, over 1 where ours is faster; `of matmul` is the share of the bf16 matmul "
-        "rate measured in the same rounds; a dash means no valid result. "
-        f"Cite a row as `{id_pattern(frame)}`, with the last column for `ROW`. {citable_sentence(frame)}"
+        f"{markdown(cells)}\n\n"
+        f"`{finished(frame)}` on {frame['gpu'].iloc[0]}, {frame['date'].iloc[0]}: CUDA graph, cold L2, 128 heads, "
+        "bf16. `vs` columns are ratios of medians, over 1 where ours is faster; `of matmul` is the share of the bf16 "
+        "matmul rate measured in the same rounds; a dash means no valid result. "
+        f"Cite a row as `{id_pattern(frame)}`, with the last column for `ROW`. {footnotes(frame, '†' in str(cells))}"
     )
+
+
+def footnotes(frame: pd.DataFrame, has_outliers: bool) -> str:
+    """What stands beside a table: the mark of outliers, which runs are citable, the notes of the data file."""
+    notes = frame["notes"].iloc[0]
+    parts = [OUTLIER_SENTENCE if has_outliers else "", citable_sentence(frame), f"Note: {notes}" if notes else ""]
+    return " ".join(part for part in parts if part)
 
 
 def id_pattern(frame: pd.DataFrame) -> str:
@@ -121,7 +159,7 @@ def id_pattern(frame: pd.DataFrame) -> str:
 
 def summary_latex(frame: pd.DataFrame) -> str:
     """`figures/results.tex`: the sixteen shapes as a tabular that needs only booktabs."""
-    cells = summary_cells(summary(frame))
+    cells = summary_cells(frame)
     lines = [" & ".join(latex_escape(cell) for cell in row) + r" \\" for row in (row.values() for row in cells)]
     head = " & ".join(latex_escape(name) for name in cells[0]) + r" \\"
     return "\n".join(
@@ -139,23 +177,43 @@ def summary_latex(frame: pd.DataFrame) -> str:
     )
 
 
-def headline(frame: pd.DataFrame) -> str:
-    """One or two sentences: wins over both opponents, the highest rate, the GPU."""
+def headline(frame: pd.DataFrame, published: pd.DataFrame) -> str:
+    """One paragraph: the source's wins, lead and rate beside ours over both opponents, and which of them we reach."""
     kernel, table = finished(frame), summary(frame)
-    contiguous, paged = (count_wins(ratios(frame, kernel, opponent)) for opponent in OPPONENTS)
-    missing = int(table["tflops"].isna().sum())
-    sentence = (
-        f"On one {frame['gpu'].iloc[0]} ({frame['date'].iloc[0]}, CUDA graph, cold L2, 128 heads, bf16) the `{kernel}` "
-        f"kernel is faster than torch.compile gathering the same paged cache in {paged} shapes and than torch.compile "
-        f"on a contiguous cache in {contiguous}."
-    )
-    if table["tflops"].notna().any():
-        best = table.loc[table["tflops"].idxmax()]
-        sentence += (
-            f" It peaks at {best['tflops']:.0f} TFLOPS at batch {best.name[0]} and {tokens_name(best.name[1])} tokens, "
-            f"{percent(best['share_of_matmul'])} of the bf16 matmul rate measured in the same rounds."
+    wins, lead, peak = (published.loc[name] for name in ("article-wins", "article-largest-gap", "article-peak"))
+    shape = (int(lead["batch_size"]), int(lead["context_len"]))
+    contiguous, paged = (ratios(frame, kernel, opponent) for opponent in OPPONENTS)
+    best = table["tflops"].max()
+    over_paged, over_contiguous = (number(rows.loc[shape, "ratio"], 2) for rows in (paged, contiguous))
+    sentences = [
+        f"On {frame['gpu'].iloc[0]} ({frame['date'].iloc[0]}, CUDA graph, cold L2, 128 heads, bf16) we repeat, with "
+        f"the `{kernel}` kernel, an article's comparison of a Triton kernel with torch.compile on an "
+        f"{wins['hardware']}.",
+        f"Shapes won: {wins['value']:g} of {len(SHAPES)} in the article; here {count_wins(paged)} against "
+        f"torch.compile gathering the same paged cache{outlier_wins(paged)}, and {count_wins(contiguous)} against "
+        f"torch.compile on a contiguous cache{outlier_wins(contiguous)}.",
+        f"Lead at {shape_name(*shape)}: {lead['value']:g} times in the article; here {over_paged} over the gathered "
+        f"and {over_contiguous} over the contiguous cache.",
+    ]
+    if pd.notna(best):
+        row = table.loc[table["tflops"].idxmax()]
+        sentences.append(
+            f"Highest rate: {peak['value']:g} TFLOPS in the article; here {best:.0f}, at {shape_name(*row.name)}, "
+            f"{percent(row['share_of_matmul'])} of the bf16 matmul rate measured in the same rounds."
         )
-    return sentence + (f" {missing} of {len(SHAPES)} shapes have no valid result." if missing else "")
+    reached = {
+        "the wins over the gathered cache": (paged["ratio"] > 1).sum() >= wins["value"],
+        "the wins over the contiguous cache": (contiguous["ratio"] > 1).sum() >= wins["value"],
+        "the lead over the gathered cache": paged.loc[shape, "ratio"] >= REACHED * lead["value"],
+        "the lead over the contiguous cache": contiguous.loc[shape, "ratio"] >= REACHED * lead["value"],
+        "the rate": best >= REACHED * peak["value"],
+    }
+    for word, wanted in (("Reached", True), ("Not reached", False)):
+        if names := [name for name, is_reached in reached.items() if is_reached == wanted]:
+            sentences.append(f"{word}: {', '.join(names)}.")
+    if missing := int(table["tflops"].isna().sum()):
+        sentences.append(f"{missing} of {len(SHAPES)} shapes have no valid result.")
+    return " ".join(sentences)
 
 
 def citable_sentence(frame: pd.DataFrame) -> str:

@@ -5,7 +5,7 @@ import re
 import pandas as pd
 from tabulate import tabulate
 
-NUMERIC = re.compile(r"-|[-\d.]+( %)?")
+NUMERIC = re.compile(r"-|[-\d.]+( %|†)?")
 
 
 def markdown(rows: list[dict]) -> str:
@@ -22,6 +22,11 @@ def number(value: float, digits: int) -> str:
     return "-" if pd.isna(value) else f"{value:.{digits}f}"
 
 
+def significant(value: float) -> str:
+    """A number rounded to two significant digits, never in powers of ten, or a dash."""
+    return "-" if pd.isna(value) else f"{float(f'{value:.2g}'):.12g}"
+
+
 def spread_text(low: float, high: float) -> str:
     """The range between two quantiles, or a dash."""
     return "-" if pd.isna(low) else f"{low:.2f}-{high:.2f}"
@@ -36,4 +41,4 @@ def latex_escape(text: str) -> str:
     """Escape what LaTeX reads as commands."""
     for character in "&%$#_{}":
         text = text.replace(character, "\\" + character)
-    return text
+    return text.replace("†", r"\dag{}")

@@ -71,7 +71,6 @@ def tune_row(batch_size: int, context_len: int, latency_us: float, **changes) ->
             "num_warps": 4,
             "num_stages": 2,
             "loads": "pointer",
-            "num_splits": 2,
             "latency_us_p50": latency_us,
             "status": "ok",
             "run_id": "t1",
@@ -103,13 +102,17 @@ class DataFolder:
                     self.decode[index] = decode_row(implementation, *shape, row["timer"], **changes)
         self.decode = [row for row in self.decode if row]
 
-    def write(self, gpu="h200", date="2026-01-02", gpu_name="NVIDIA H200", dirty=False, columns=DECODE_COLUMNS) -> Path:
+    def write(
+        self, gpu="h200", date="2026-01-02", gpu_name="NVIDIA H200", dirty=False, columns=DECODE_COLUMNS, notes=None
+    ) -> Path:
         """Write both CSV files and their provenance; returns the folder."""
         for kind, rows, run in (("decode", self.decode, "r1"), ("tune", self.tune, "t1")):
             stem = self.path / f"{kind}_{gpu}_{date}"
             names = columns if kind == "decode" else TUNE_COLUMNS
             pd.DataFrame(rows, columns=names).to_csv(f"{stem}.csv", index=False)
             sidecar = {"gpu": gpu_name, "runs": [{"run_id": run, "dirty": dirty}]}
+            if notes and kind == "decode":
+                sidecar["notes"] = notes
             Path(f"{stem}.json").write_text(json.dumps(sidecar), encoding="utf-8")
         return self.path
 

@@ -47,6 +47,19 @@ def test_readme_changes_only_between_the_markers(folder, tmp_path, readme_text):
     assert readme.read_text(encoding="utf-8") == text
 
 
+def test_notes_go_into_the_data_dictionary(folder, tmp_path, readme_text):
+    readme, dictionary = tmp_path / "README.md", folder.path / "README.md"
+    readme.write_text(readme_text, encoding="utf-8")
+    dictionary.write_text("a <!-- notes:begin -->old<!-- notes:end --> b\n", encoding="utf-8")
+    folder.write(notes="Two cards.")
+    arguments = ["--data", str(folder.path), "--output", str(tmp_path / "figures")]
+    assert main(arguments) == 0
+    assert "old" in dictionary.read_text(encoding="utf-8")
+    assert main([*arguments, "--readme", str(readme)]) == 0
+    expected = "a <!-- notes:begin -->\n- `decode_h200_2026-01-02.csv`. Note: Two cards.\n<!-- notes:end --> b\n"
+    assert dictionary.read_text(encoding="utf-8") == expected
+
+
 def test_missing_marker_is_one_line_and_leaves_the_readme(folder, tmp_path, capsys):
     readme = tmp_path / "README.md"
     readme.write_text("no markers\n", encoding="utf-8")

@@ -139,6 +139,31 @@ def test_other_cases_do_not_enter_the_sixteen_shapes(folder, make_row):
     assert compare.ratios(folder.load(), "portable", "torch_compile")["ratio"].to_list() == pytest.approx([1.5] * 16)
 
 
+@pytest.mark.parametrize(
+    ("shape", "factor", "found"),
+    [((8, 16384), 1.3, True), ((8, 16384), 1.2, False), ((8, 1024), 3, False), ((8, 32768), 3, False)],
+)
+def test_outlier_is_over_its_neighbours(folder, shape, factor, found):
+    (latency_us,) = [
+        row["latency_us_p50"]
+        for row in folder.decode
+        if (row["implementation"], row["batch_size"], row["context_len"], row["timer"])
+        == ("torch_compile", *shape, "cuda_graph")
+    ]
+    folder.change("torch_compile", shape, latency_us_p50=factor * latency_us)
+    frame = folder.load()
+    name = f"h200-2026-01-02/torch_compile/b{shape[0]}-n{shape[1]}-h128"
+    assert compare.outliers(frame) == ({name} if found else set())
+    table = compare.ratios(frame, "portable", "torch_compile")
+    assert table.index[table["outlier"]].tolist() == ([shape] if found else [])
+
+
+def test_a_fixed_cost_makes_no_outlier(folder):
+    for row in folder.decode:
+        row["latency_us_p50"] += 1000
+    assert compare.outliers(folder.load()) == set()
+
+
 def test_growth_counts_both_directions_and_skips_gaps():
     ratio = pd.Series(np.arange(16.0), index=compare.SHAPES, name="ratio")
     assert compare.growth_steps(ratio) == (24, 24)

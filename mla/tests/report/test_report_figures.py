@@ -63,6 +63,16 @@ def test_speedup_marks_the_source_only_with_its_values(folder, published):
     assert drawn == [(32768, 3.6)] * 2
 
 
+def test_the_loss_of_the_source_is_named_below_the_scale(folder, published):
+    figure = figures.speedup(folder.load(), published=published)
+    notes = [text for text in figure.findobj(mpl.text.Annotation) if text.get_text().endswith("article: loss")]
+    assert len(notes) == 2
+    figure.canvas.draw()
+    axes = figure.axes[0]
+    lowest = min(axes.transData.transform([(1024, tick) for tick in axes.get_yticks()])[:, 1])
+    assert notes[0].get_window_extent().y1 < lowest
+
+
 def test_speedup_shows_a_stage_beside_the_finished_kernel(folder, make_row):
     folder.decode.append(make_row("split_kv", 8, 1024, page_size=None))
     figure = figures.speedup(folder.load(), "split_kv", beside="portable")
@@ -77,6 +87,11 @@ def test_hollow_mark_where_the_spreads_overlap(folder, make_row):
     panel = figures.speedup(folder.load()).axes[0]
     faces = [line.get_markerfacecolor() for line in panel.lines if line.get_marker() == LOOKS["portable"].marker]
     assert faces.count("white") == 1
+    assert any("Hollow" in text for text in texts(figures.speedup(folder.load())))
+
+
+def test_caption_explains_only_what_is_drawn(folder):
+    assert not any("Hollow" in text or "†" in text for text in texts(figures.speedup(folder.load())))
 
 
 def test_tflops_draws_no_failed_or_wrong_row_as_a_result(folder):
@@ -87,7 +102,7 @@ def test_tflops_draws_no_failed_or_wrong_row_as_a_result(folder):
     (line,) = [line for line in panel.lines if line.get_marker() == LOOKS["flashmla"].marker]
     assert np.isnan(line.get_ydata()[:2].astype(float)).all()
     assert line.get_ydata()[2] == pytest.approx(500 / 0.8)
-    assert any("Failed, not drawn: 2" in text for text in texts(figure))
+    assert any("Failed, not drawn: FlashMLA at 8 x 1K, 8 x 4K; the reasons" in text for text in texts(figure))
 
 
 def test_tflops_draws_out_of_memory_below_the_axis(folder):
@@ -96,8 +111,22 @@ def test_tflops_draws_out_of_memory_below_the_axis(folder):
     (cross,) = [line for line in figure.axes[3].lines if line.get_color() == LOOKS["absorbed"].colour][1:]
     assert cross.get_xdata()[0] == 32768
     assert cross.get_ydata()[0] < 0
-    assert "out of memory" in texts(figure)
+    assert texts(figure).count("out of memory") == 3
+    assert "out of memory: absorbed, eager" in texts(figure)
     assert "absorbed, eager (to 16K)" in texts(figure)
+
+
+def test_negligible_rates_are_named_and_not_drawn(folder, make_row, published):
+    latency_us = make_row("portable", 128, 1024)["latency_us_p50"]
+    folder.decode.append(make_row("naive", 128, 1024, latency_us_p50=400 * latency_us))
+    folder.decode.append(make_row("naive", 128, 4096, status="out_of_memory"))
+    frame = folder.load()
+    for figure in (figures.tflops(frame), figures.roofline(frame, published)):
+        assert [point for point in marks(figure, "naive") if point[1] > 0] == []
+        assert any("naive, eager: at most 1.2 TFLOPS, not drawn" in text for text in texts(figure))
+    assert figures.roofline(frame, published).axes[0].get_ylim()[0] == 50
+    # The shape that ran out of memory is still drawn as that.
+    assert "out of memory: naive, eager" in texts(figures.tflops(frame))
 
 
 def test_tflops_without_out_of_memory_starts_at_zero(folder):
@@ -131,6 +160,19 @@ def test_roofline_points_and_roof(folder, make_row, published):
     assert "bf16 matmul, measured: 800 TFLOPS" in texts(figure)
     assert any("16\nheads" in text.replace(" ", "\n") for text in texts(figure))
     assert h100_ridge(published).endswith("ridge 295")
+
+
+def test_roofline_labels_stay_below_the_roof(folder, make_row, published):
+    for name in ("flashinfer_fa3", "hopper", "gluon_simple"):
+        folder.decode.append(
+            make_row(name, 128, 32768, latency_us_p50=make_row(name, 128, 32768)["latency_us_p50"] / 1.5)
+        )
+    axes = figures.roofline(folder.load(), published).axes[0]
+    low, high = np.log2(axes.get_ylim())
+    roof = (np.log2(800) - low) / (high - low)
+    labels = [text for text in axes.texts if text.get_text().endswith(" 750")]
+    assert len(labels) == 3
+    assert all(label.xyann[1] < roof for label in labels)
 
 
 def test_tuning_bars_start_at_zero_and_show_gaps(folder):

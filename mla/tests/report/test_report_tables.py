@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from mla.report import readme, tables, tuning_tables
+from mla.report.text import significant
 
 
 def parse_markdown(text: str) -> pd.DataFrame:
@@ -69,16 +70,69 @@ def test_latex_escape():
     assert tables.latex_escape("a_b 5 % & {c}") == r"a\_b 5 \% \& \{c\}"
 
 
-def test_headline_counts_wins_and_names_the_peak(folder):
+def test_outlier_is_marked_and_explained(folder):
+    slow = 1.3 * 1.5 * folder.decode[0]["latency_us_p50"] * 16
+    folder.change("torch_compile", (8, 16384), latency_us_p50=slow)
+    frame = folder.load()
+    table = parse_markdown(tables.results_markdown(frame)).set_index("row")["median, us"]
+    marked = [f"`h200-2026-01-02/torch_compile/b8-n16384-h128/{timer}`" for timer in ("cuda_graph", "eager")]
+    assert table.index[table.str.endswith("†")].tolist() == marked
+    for text in (tables.results_markdown(frame), tables.summary_markdown(frame)):
+        assert "†: looks like an accident" in text
+    assert parse_markdown(tables.summary_markdown(frame))["vs torch.compile"].tolist().count("1.95†") == 1
+    assert r"1.95\dag{}" in tables.summary_latex(frame)
+
+
+def test_without_an_outlier_nothing_is_marked(folder):
+    frame = folder.load()
+    assert "†" not in tables.results_markdown(frame) + tables.summary_markdown(frame)
+
+
+def test_notes_are_printed_verbatim(folder):
+    frame = folder.load(notes="Two cards, see there.")
+    for text in (tables.results_markdown(frame), tables.summary_markdown(frame)):
+        assert "Note: Two cards, see there." in text
+    assert "Note:" not in tables.summary_markdown(folder.load())
+
+
+def test_failures_are_listed_with_their_reason(folder):
+    folder.change("flashmla", (8, 1024), status="failed: no such device")
+    text = tables.results_markdown(folder.load())
+    assert text.endswith("- `h200-2026-01-02/flashmla/b8-n1024-h128/eager`: no such device\n")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(7989.8, "8000"), (12.815, "13"), (0.1234, "0.12"), (-1.26, "-1.3"), (None, "-")]
+)
+def test_two_significant_digits(value, expected):
+    assert significant(value) == expected
+
+
+def test_headline_counts_wins_and_names_the_peak(folder, published):
     folder.change("torch_compile", (8, 1024), latency_us_p50=1.0)
     folder.change("portable", (64, 4096), drop=True)
     folder.change("portable", (32, 16384), latency_us_p50=1.0)
-    text = tables.headline(folder.load())
-    assert "paged cache in 15 of 15 shapes" in text
-    assert "contiguous cache in 14 of 15." in text
-    assert "at batch 32 and 16K tokens" in text
+    text = tables.headline(folder.load(), published)
+    assert "15 of 16 in the article; here 15 of 15 against torch.compile gathering the same paged cache" in text
+    assert "14 of 15 against torch.compile on a contiguous cache." in text
+    assert "3.6 times in the article; here 2.50 over the gathered and 1.50 over the contiguous cache." in text
+    assert "249 TFLOPS in the article" in text
+    assert "at 32 x 16K" in text
+    assert "Reached: the wins over the gathered cache, the rate." in text
     assert "1 of 16 shapes have no valid result" in text
-    assert text.startswith("On one NVIDIA H200 (2026-01-02")
+    assert text.startswith("On NVIDIA H200 (2026-01-02")
+
+
+def test_headline_says_that_a_win_is_an_outlier(folder, published):
+    fast, slow = 0.5, 1.3
+    for row in folder.decode:
+        if row["implementation"] == "torch_compile":
+            row["latency_us_p50"] *= slow / 1.5 if (row["batch_size"], row["context_len"]) == (8, 16384) else fast
+    text = tables.headline(folder.load(), published)
+    assert (
+        "1 of 16 against torch.compile on a contiguous cache, where 8 x 16K is won against what looks like an outlier"
+        in text
+    )
 
 
 def test_dirty_runs_are_said_not_to_be_citable(folder):
@@ -90,12 +144,16 @@ def test_tuning_takes_the_fastest_valid_configuration(folder):
     shape = {"batch_size": 8, "context_len": 1024}
     folder.tune.append(folder.tune[1] | shape | {"latency_us_p50": None, "status": "failed: spills", "block_h": 128})
     folder.tune.append(folder.tune[0] | shape | {"latency_us_p50": 150.0, "num_splits": 4})
+    small_pages = [row | {"page_size": 16} for row in folder.tune[:2]]
+    folder.tune += small_pages
     table = tuning_tables.tuning_table(folder.load_tune())
-    assert len(table) == 16
-    assert table["block_h"].tolist() == [64] * 16
-    assert table["gain"].tolist() == pytest.approx([1.5] + [2.0] * 15)
+    assert len(table) == 17
+    assert table["block_h"].tolist() == [64] * 17
+    # A first guess with other splits is no first guess, though it is the faster one.
+    assert table["gain"].tolist() == pytest.approx([2.0] * 17)
     read = parse_markdown(tuning_tables.tuning_markdown(folder.load_tune()))
-    assert read["gain"].tolist() == ["1.50"] + ["2.00"] * 15
+    assert read["gain"].tolist() == ["2.00"] * 17
+    assert read["page"].tolist() == ["16"] + ["64"] * 16
 
 
 def test_tuning_without_a_first_guess_has_no_gain(folder):

@@ -1,7 +1,7 @@
 """The Hopper kernel: persistent, warp-specialised MLA decode in Gluon (sm_90a), for 512 + 64 in 16 bits.
 
-One CTA a SM walks the items that the plan gave it (`mla.kernels.work_plan`): runs of 64-token tiles of a request, for
-one block of 64 heads. Tiles go in pairs, and three groups of warps share a pair:
+One CTA a SM walks the runs that the plan gave it (`mla.kernels.work_plan`): consecutive 64-token tiles of a request,
+for one block of 64 heads. Tiles go in pairs, and three groups of warps share a pair:
 
     producer (1 warp)      loads the tiles by TMA, each in groups that are refilled as soon as they are free
     even     (4 warps)     scores of the even tile; keeps output columns   0..255
@@ -52,9 +52,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mla.kernels.launch import device_facts
-from mla.kernels.merge import merge_slots
+from mla.kernels.merge import merge_runs
 from mla.kernels.tile import LOG2_E
-from mla.kernels.work_plan import WorkPlan, make_work_plan
+from mla.kernels.work_plan import MAX_BATCH_SIZE, PART_WIDTH, WorkPlan, make_work_plan
 
 TILE = 64
 RANK = 512
@@ -74,9 +74,8 @@ _BARRIERS = (
     Q_FIRST_FULL, Q_SECOND_FULL, Q_FREE,
 ) = (gl.constexpr(i) for i in range(len(_BARRIERS)))  # fmt: skip
 
-# Fields of an item: a run of tiles of one request (written by mla.kernels.work_plan).
-ITEM_FIELDS = gl.constexpr(8)
-REQUEST, FIRST_TILE, TOKENS, SLOT = (gl.constexpr(i) for i in range(4))
+# The fields of a part (`mla.kernels.work_plan.PART_FIELDS`).
+NUM_RUNS, REQUEST, FIRST_TILE, END_REQUEST, END_TILE, TOKENS = (gl.constexpr(i) for i in range(6))
 
 # Stands for -inf where a difference with it is taken.
 _LOWEST = gl.constexpr(-1e30)
@@ -152,21 +151,31 @@ def _prefetch_tile(kv_ptr, table, tile, tiles_per_page, last_page, stride_page, 
 
 
 @gluon.jit
+def _tokens_of_run(seq_lens_ptr, w, part):
+    """Tokens of run w of a part, whose fields are `part` (PART_FIELDS)."""
+    tokens = part[TOKENS]
+    if w > 0:
+        # the first run's came with the part, to save a load before the first tile
+        tokens = gl.load(seq_lens_ptr + part[REQUEST] + w)
+        if part[REQUEST] + w == part[END_REQUEST]:
+            tokens = gl.minimum(tokens, part[END_TILE] * 64)
+    return tokens
+
+
+@gluon.jit
 def _produce(
-    q, kv, bars, q_desc, q_rope_desc, kv_desc, kv_rope_desc, kv_ptr, block_table_ptr, items_ptr,
-    first_item, end_item, request, tile, tokens, head_block, stride_table, stride_page, tiles_per_page,
+    q, kv, bars, q_desc, q_rope_desc, kv_desc, kv_rope_desc, kv_ptr, block_table_ptr, seq_lens_ptr,
+    part, head_block, stride_table, stride_page, tiles_per_page,
     ROWS: gl.constexpr, PREFETCH: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: all TMA loads, and the L2 prefetch of the next pair (each head block asks for one tile)."""
     if PDL:
         gdc_launch_dependents()
     pair = 0
-    for w in range(first_item, end_item):
-        # the first item's fields came with the part, to save a load before the first tile
-        if w > first_item:
-            request = gl.load(items_ptr + w * ITEM_FIELDS + REQUEST)
-            tile = gl.load(items_ptr + w * ITEM_FIELDS + FIRST_TILE)
-            tokens = gl.load(items_ptr + w * ITEM_FIELDS + TOKENS)
+    for w in range(part[NUM_RUNS]):
+        request = part[REQUEST] + w
+        tile = gl.where(w == 0, part[FIRST_TILE], 0)
+        tokens = _tokens_of_run(seq_lens_ptr, w, part)
         table = block_table_ptr + request.to(gl.int64) * stride_table
         end_tile = tile + (tokens + 63) // 64
         last_tile = gl.maximum(end_tile - 1, tile)
@@ -174,7 +183,7 @@ def _produce(
         even_page = gl.load(table + tile // tiles_per_page, mask=tokens > 0, other=0)
         odd_page = gl.load(table + gl.minimum(tile + 1, last_tile) // tiles_per_page, mask=tokens > 0, other=0)
 
-        mbarrier.wait(bars[Q_FREE], ((w - first_item) & 1) ^ 1)
+        mbarrier.wait(bars[Q_FREE], (w & 1) ^ 1)
         mbarrier.expect(bars[Q_FIRST_FULL], 64 * (256 + 64) * 2)
         head = head_block * 64
         tma.async_copy_global_to_shared(q_rope_desc, [request, head, 512], bars[Q_FIRST_FULL], _box(q, 8, 64, 64))
@@ -278,12 +287,13 @@ def _read_flag(flag):
 
 @gluon.jit
 def _finish(
-    acc, row_sum, row_max, kv, part_desc, out_desc, part_lse_ptr, lse_ptr, items_ptr, w, head_block, num_heads,
+    acc, row_sum, row_max, kv, part_desc, out_desc, part_lse_ptr, lse_ptr, w, part, head_block, num_heads,
     CHUNK: gl.constexpr, HALF: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Write one consumer's columns of an item: through its half of the odd tile, then out by TMA.
+    """Write one consumer's columns of a run: through its half of the odd tile, then out by TMA.
 
-    A whole request goes to out and lse, a part of one to its slot. TMA clips heads past num_heads.
+    A whole request goes to out and lse; a run that the part begins inside a request to the part's first slot, one that
+    it only ends inside a request to its second. TMA clips heads past num_heads.
     """
     ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     row_sum = gl.convert_layout(row_sum, ROW)
@@ -292,8 +302,10 @@ def _finish(
     safe_sum = gl.where(has_tokens, row_sum, 1.0)
     acc = acc * (1.0 / safe_sum)[:, None]
     lse = gl.where(has_tokens, (row_max + gl.log2(safe_sum)) * _LN_2, float("-inf"))
-    request = gl.load(items_ptr + w * ITEM_FIELDS + REQUEST)
-    slot = gl.load(items_ptr + w * ITEM_FIELDS + SLOT)
+    request = part[REQUEST] + w
+    first_slot = 2 * gl.program_id(1)
+    begins_inside = (w == 0) & (part[FIRST_TILE] > 0)
+    slot = gl.where(begins_inside, first_slot, gl.where(request == part[END_REQUEST], first_slot + 1, -1))
     heads = head_block * 64 + gl.arange(0, 64, ROW)
     staged = _columns(kv, CHUNK, 256)
     staged.store(acc.to(kv.dtype))
@@ -312,8 +324,8 @@ def _finish(
 
 @gluon.jit
 def _consume_even(
-    q, kv, p_even, shared_max, sums, grew, flags, bars, part_desc, out_desc, part_lse_ptr, lse_ptr, items_ptr,
-    first_item, end_item, head_block, num_heads, scale_log2, THRESHOLD: gl.constexpr, ROWS: gl.constexpr,
+    q, kv, p_even, shared_max, sums, grew, flags, bars, part_desc, out_desc, part_lse_ptr, lse_ptr, seq_lens_ptr,
+    part, head_block, num_heads, scale_log2, THRESHOLD: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Scores of the even tiles, output columns 0..255."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -323,15 +335,15 @@ def _consume_even(
     Q_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     pair = 0
-    for w in range(first_item, end_item):
-        tokens = gl.load(items_ptr + w * ITEM_FIELDS + TOKENS)
+    for w in range(part[NUM_RUNS]):
+        tokens = _tokens_of_run(seq_lens_ptr, w, part)
         end = pair + gl.maximum((tokens + 127) // 128, 1)
-        item_parity = (w - first_item) & 1
+        run_parity = w & 1
         acc = gl.full([64, 256], 0.0, gl.float32, O_LAYOUT)
         s = gl.full([64, 64], 0.0, gl.float32, S_LAYOUT)
         m1 = gl.full([64], _LOWEST, gl.float32, S_ROW)
         row_sum = gl.full([64], 0.0, gl.float32, S_ROW)
-        mbarrier.wait(bars[Q_FIRST_FULL], item_parity)
+        mbarrier.wait(bars[Q_FIRST_FULL], run_parity)
         # Always 0, but not known to be: it keeps the descriptors of wgmma from being hoisted and spilled.
         z = w >> 30
         q_rope = q.index(8).load(Q_OPERAND)
@@ -341,7 +353,7 @@ def _consume_even(
         s = warpgroup_mma(q_rope, kv.index(z + 8).permute((1, 0)), s, is_async=True)
         mbarrier.wait(bars[EVEN_FULL_1], pair & 1)
         s = warpgroup_mma(_columns(q, z + 2, 128), _columns(kv, z + 2, 128).permute((1, 0)), s, is_async=True)
-        mbarrier.wait(bars[Q_SECOND_FULL], item_parity)
+        mbarrier.wait(bars[Q_SECOND_FULL], run_parity)
         mbarrier.wait(bars[EVEN_FULL_2], pair & 1)
         s = warpgroup_mma(_columns(q, z + 4, 128), _columns(kv, z + 4, 128).permute((1, 0)), s, is_async=True)
         mbarrier.wait(bars[EVEN_FULL_3], pair & 1)
@@ -402,10 +414,10 @@ def _consume_even(
         mbarrier.arrive(bars[Q_FREE], count=1)
         sums.index(0).store(row_sum)
         mbarrier.arrive(bars[SUM_EVEN_READY], count=1)
-        mbarrier.wait(bars[SUM_ODD_READY], item_parity)
+        mbarrier.wait(bars[SUM_ODD_READY], run_parity)
         row_sum = row_sum + sums.index(1).load(S_ROW)
         _finish(
-            acc, row_sum, m1, kv, part_desc, out_desc, part_lse_ptr, lse_ptr, items_ptr, w, head_block, num_heads,
+            acc, row_sum, m1, kv, part_desc, out_desc, part_lse_ptr, lse_ptr, w, part, head_block, num_heads,
             9, 0, O_LAYOUT,
         )  # fmt: skip
         mbarrier.arrive(bars[ODD_LEFT_FREE], count=1)
@@ -413,8 +425,8 @@ def _consume_even(
 
 @gluon.jit
 def _consume_odd(
-    q, kv, p_even, shared_max, sums, grew, flags, bars, part_desc, out_desc, part_lse_ptr, lse_ptr, items_ptr,
-    first_item, end_item, head_block, num_heads, scale_log2, THRESHOLD: gl.constexpr, ROWS: gl.constexpr,
+    q, kv, p_even, shared_max, sums, grew, flags, bars, part_desc, out_desc, part_lse_ptr, lse_ptr, seq_lens_ptr,
+    part, head_block, num_heads, scale_log2, THRESHOLD: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Scores of the odd tiles, output columns 256..511."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -424,17 +436,17 @@ def _consume_odd(
     Q_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     pair = 0
-    for w in range(first_item, end_item):
-        tokens = gl.load(items_ptr + w * ITEM_FIELDS + TOKENS)
+    for w in range(part[NUM_RUNS]):
+        tokens = _tokens_of_run(seq_lens_ptr, w, part)
         end = pair + gl.maximum((tokens + 127) // 128, 1)
-        item_parity = (w - first_item) & 1
+        run_parity = w & 1
         acc = gl.full([64, 256], 0.0, gl.float32, O_LAYOUT)
         s = gl.full([64, 64], 0.0, gl.float32, S_LAYOUT)
         m1 = gl.full([64], _LOWEST, gl.float32, S_ROW)
         row_sum = gl.full([64], 0.0, gl.float32, S_ROW)
-        mbarrier.wait(bars[Q_FIRST_FULL], item_parity)
+        mbarrier.wait(bars[Q_FIRST_FULL], run_parity)
         q_rope = q.index(8).load(Q_OPERAND)
-        mbarrier.wait(bars[Q_SECOND_FULL], item_parity)
+        mbarrier.wait(bars[Q_SECOND_FULL], run_parity)
         for j in range(pair, end):
             parity = j & 1
             # as in _consume_even
@@ -486,10 +498,10 @@ def _consume_odd(
 
         sums.index(1).store(row_sum)
         mbarrier.arrive(bars[SUM_ODD_READY], count=1)
-        mbarrier.wait(bars[SUM_EVEN_READY], item_parity)
+        mbarrier.wait(bars[SUM_EVEN_READY], run_parity)
         row_sum = row_sum + sums.index(0).load(S_ROW)
         _finish(
-            acc, row_sum, m1, kv, part_desc, out_desc, part_lse_ptr, lse_ptr, items_ptr, w, head_block, num_heads,
+            acc, row_sum, m1, kv, part_desc, out_desc, part_lse_ptr, lse_ptr, w, part, head_block, num_heads,
             13, 1, O_LAYOUT,
         )  # fmt: skip
         mbarrier.arrive(bars[ODD_RIGHT_FREE], count=1)
@@ -498,7 +510,7 @@ def _consume_odd(
 @gluon.jit(do_not_specialize=["num_heads", "stride_table", "tiles_per_page"])
 def _mla_decode_hopper_kernel(
     q_desc, q_rope_desc, kv_desc, kv_rope_desc, part_desc, out_desc,
-    kv_ptr, block_table_ptr, parts_ptr, items_ptr, part_lse_ptr, lse_ptr,
+    kv_ptr, block_table_ptr, seq_lens_ptr, parts_ptr, part_lse_ptr, lse_ptr,
     num_heads, scale_log2, stride_table, stride_page, tiles_per_page,
     ROWS: gl.constexpr, THRESHOLD: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PREFETCH: gl.constexpr,
     PDL: gl.constexpr,
@@ -506,7 +518,6 @@ def _mla_decode_hopper_kernel(
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     head_block = gl.program_id(0)
-    part = gl.program_id(1)
     q = gl.allocate_shared_memory(q_desc.dtype, [9, 64, 64], LAYOUT)
     kv = gl.allocate_shared_memory(q_desc.dtype, [18, 64, 64], LAYOUT)
     p_even = gl.allocate_shared_memory(q_desc.dtype, [64, 64], LAYOUT)
@@ -521,16 +532,16 @@ def _mla_decode_hopper_kernel(
     )  # fmt: skip
     if PDL:
         gdc_wait()
-    first_item = gl.load(parts_ptr + part * 8)
-    end_item = gl.load(parts_ptr + part * 8 + 1)
-    request = gl.load(parts_ptr + part * 8 + 2)
-    tile = gl.load(parts_ptr + part * 8 + 3)
-    tokens = gl.load(parts_ptr + part * 8 + 4)
+    part_ptr = parts_ptr + gl.program_id(1) * PART_WIDTH
+    part = (
+        gl.load(part_ptr), gl.load(part_ptr + 1), gl.load(part_ptr + 2), gl.load(part_ptr + 3), gl.load(part_ptr + 4),
+        gl.load(part_ptr + 5),
+    )  # fmt: skip
     fence_async_shared()
     gl.thread_barrier()
     consumer_arguments = (
-        q, kv, p_even, shared_max, sums, grew, flags, bars, part_desc, out_desc, part_lse_ptr, lse_ptr, items_ptr,
-        first_item, end_item, head_block, num_heads, scale_log2, THRESHOLD, ROWS,
+        q, kv, p_even, shared_max, sums, grew, flags, bars, part_desc, out_desc, part_lse_ptr, lse_ptr, seq_lens_ptr,
+        part, head_block, num_heads, scale_log2, THRESHOLD, ROWS,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -539,9 +550,8 @@ def _mla_decode_hopper_kernel(
             (
                 _produce,
                 (
-                    q, kv, bars, q_desc, q_rope_desc, kv_desc, kv_rope_desc, kv_ptr, block_table_ptr, items_ptr,
-                    first_item, end_item, request, tile, tokens, head_block, stride_table, stride_page, tiles_per_page,
-                    ROWS, PREFETCH, PDL,
+                    q, kv, bars, q_desc, q_rope_desc, kv_desc, kv_rope_desc, kv_ptr, block_table_ptr, seq_lens_ptr,
+                    part, head_block, stride_table, stride_page, tiles_per_page, ROWS, PREFETCH, PDL,
                 ),
             ),
         ],
@@ -552,14 +562,16 @@ def _mla_decode_hopper_kernel(
 
 _BOX_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 _THRESHOLD = 8.0
-_CONSUMER_REGISTERS = 240
+# Registers a consumer thread has; the producer warp has what is left. Small pages cost it more.
+_CONSUMER_REGISTERS = {64: 240, 32: 240, 16: 232}
 
 
 def hopper_fits(q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, softmax_scale: float) -> bool:
     """Whether this kernel takes a call that `mla.mla_decode` has checked.
 
     It takes 512 + 64 in 16 bits on a GPU of compute capability 9.0, pages of 16, 32 or a multiple of 64 tokens,
-    addresses and strides that are multiples of 16 bytes, and a positive scale (the maximum is taken before scaling).
+    addresses and strides that are multiples of 16 bytes, a positive scale (the maximum is taken before scaling) and
+    at most 4096 requests.
     """
     page_size = kv_cache.shape[1]
     return (
@@ -571,6 +583,7 @@ def hopper_fits(q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, soft
         and (page_size in (16, 32) or page_size % 64 == 0)
         and softmax_scale > 0
         and len(kv_cache) > 0
+        and 1 <= len(q) <= MAX_BATCH_SIZE
         and all(t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 and t.stride(1) % 8 == 0 for t in (q, kv_cache, out))
     )
 
@@ -610,6 +623,8 @@ def mla_decode_hopper(
     page_size = kv_cache.shape[1]
     plan = plan or plan_hopper(seq_lens, num_heads)
     rows = min(page_size, 64)
+    # With one block of heads the prefetch does not pay; it takes contiguous rows, and more registers than the producer
+    # has at 16 rows a box.
     head_blocks = -(-num_heads // 64)
     part_out = q.new_empty(plan.num_slots, num_heads, RANK)
     part_lse = q.new_empty(plan.num_slots, num_heads, dtype=torch.float32)
@@ -621,13 +636,12 @@ def mla_decode_hopper(
         boxes(q, 64, 256), boxes(q, 64, ROPE),
         boxes(kv_cache, rows, 128 if rows == 64 else 64), boxes(kv_cache, rows, ROPE),
         boxes(part_out, 64, 256), boxes(out, 64, 256),
-        kv_cache, block_table, plan.parts, plan.items, part_lse, lse,
+        kv_cache, block_table, seq_lens, plan.parts, part_lse, lse,
         num_heads, softmax_scale * LOG2_E, block_table.stride(0), kv_cache.stride(0), max(page_size // 64, 1),
-        ROWS=rows, THRESHOLD=_THRESHOLD, CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
-        # with one head block or rows apart the prefetch does not pay
-        PREFETCH=head_blocks == 2 and kv_cache.stride(1) == RANK + ROPE,
+        ROWS=rows, THRESHOLD=_THRESHOLD, CONSUMER_REGISTERS=_CONSUMER_REGISTERS[rows],
+        PREFETCH=rows > 16 and head_blocks == 2 and kv_cache.stride(1) == RANK + ROPE,
         PDL=True,
         num_warps=4, maxnreg=168, launch_pdl=True,
     )  # fmt: skip
-    merge_slots(part_out, part_lse, plan.requests, out, lse)
+    merge_runs(part_out, part_lse, plan, out, lse)
     return out, lse

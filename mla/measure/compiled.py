@@ -20,8 +20,9 @@ os.environ["TRITON_ALWAYS_COMPILE"] = "1"
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from mla.kernels import merge, portable
+from mla.kernels import hopper, merge, portable, work_plan
 from mla.stages import online_softmax, split_kv
 
 _TARGET = GPUTarget("cuda", 90, 32)
@@ -32,10 +33,10 @@ def inspect_kernel(kernel, signature: dict[str, str], constants: dict[str, objec
     """Compile one kernel for sm_90 and read its resources.
 
     Args:
-        kernel: a @triton.jit function.
+        kernel: a @triton.jit or @gluon.jit function.
         signature: Triton type of each run-time argument, such as "*bf16", "i32" or "fp32".
         constants: values of the remaining arguments.
-        options: num_warps, num_stages.
+        options: num_warps, num_stages, maxnreg.
 
     Returns:
         registers, spilled_bytes, shared_bytes, and a count for each name in `_INSTRUCTIONS`.
@@ -46,7 +47,8 @@ def inspect_kernel(kernel, signature: dict[str, str], constants: dict[str, objec
     # pointers and strides are multiples of 16, as torch's allocator and the 576-wide rows make them
     divisible = [n for n in names if types[n].startswith("*") or n.startswith("stride_")]
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in divisible if types[n] != "constexpr"}
-    source = ASTSource(fn=kernel, signature=types, constexprs=constexprs, attrs=attributes)
+    make_source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = make_source(fn=kernel, signature=types, constexprs=constexprs, attrs=attributes)
     compiled = triton.compile(source, target=_TARGET, options=options)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")
@@ -69,16 +71,16 @@ def _run_tool(tool: str, *arguments: str) -> str:
 def _types(kernel, dtype: str, partial: bool) -> dict[str, str]:
     """Triton types of a decode kernel's run-time arguments, by the names that our kernels share."""
     floats = {"q_ptr": dtype, "kv_ptr": dtype, "out_ptr": "fp32" if partial else dtype, "lse_ptr": "fp32"}
-    floats |= {"partial_out_ptr": "fp32", "partial_lse_ptr": "fp32"}
+    floats |= {"partial_out_ptr": "fp32", "partial_lse_ptr": "fp32", "part_out_ptr": dtype, "part_lse_ptr": "fp32"}
     types = {}
     for name in kernel.arg_names:
         if name in floats:
             types[name] = f"*{floats[name]}"
-        elif name in ("block_table_ptr", "seq_lens_ptr"):
+        elif name in ("block_table_ptr", "seq_lens_ptr", "parts_ptr", "requests_ptr"):
             types[name] = "*i32"
         elif name == "scale_log2":
             types[name] = "fp32"
-        elif name.startswith(("stride_", "num_")):
+        elif name.startswith(("stride_", "num_")) or name in ("tiles_per_page", "batch_size"):
             types[name] = "i32"
     return types
 
@@ -100,6 +102,24 @@ def inspect_portable(config: portable.PortableConfig, dtype: str = "bf16", page_
     return inspect_kernel(kernel, types, constants, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
+def inspect_hopper(rows: int, prefetch: bool, dtype: str = "bf16") -> dict[str, object]:
+    """`inspect_kernel` of the Hopper kernel for boxes of `rows` tokens."""
+    kernel = hopper._mla_decode_hopper_kernel
+    boxes = {
+        "q_desc": (64, 256),
+        "q_rope_desc": (64, 64),
+        "kv_desc": (rows, 128 if rows == 64 else 64),
+        "kv_rope_desc": (rows, 64),
+        "part_desc": (64, 256),
+        "out_desc": (64, 256),
+    }
+    types = _types(kernel, dtype, partial=False)
+    types |= {name: f"tensordesc<{dtype}[1, {h}, {w}],{hopper._BOX_LAYOUT!r}>" for name, (h, w) in boxes.items()}
+    registers = hopper._CONSUMER_REGISTERS[rows]
+    constants = dict(ROWS=rows, THRESHOLD=8.0, CONSUMER_REGISTERS=registers, PREFETCH=prefetch, PDL=True)
+    return inspect_kernel(kernel, types, constants, num_warps=4, maxnreg=168)
+
+
 def inspect_all(dtype: str = "bf16") -> list[dict[str, object]]:
     """Every kernel in every configuration that the package launches at 512 + 64 with 16-bit inputs."""
     rung = dict(BLOCK_H=64, BLOCK_N=online_softmax.BLOCK_N, RANK=512, ROPE=64)
@@ -115,6 +135,16 @@ def inspect_all(dtype: str = "bf16") -> list[dict[str, object]]:
         report.append({"kernel": kernel.__name__, "config": "", **facts})
     for config in itertools.chain(*portable.CONFIGS.values()):
         report.append({"kernel": "portable", "config": repr(config), **inspect_portable(config, dtype)})
+    for rows, prefetch in ((64, True), (64, False), (32, True), (16, False)):
+        config = f"rows={rows}, prefetch={prefetch}"
+        report.append({"kernel": "hopper", "config": config, **inspect_hopper(rows, prefetch, dtype)})
+    for kernel, constants in (
+        (work_plan._work_plan_kernel, dict(BATCH=128)),
+        (merge._merge_runs_kernel, dict(RANK=512, HEADS=4, RUNS=4, COLUMNS=512, PDL=True)),
+        (merge._merge_runs_kernel, dict(RANK=512, HEADS=1, RUNS=64, COLUMNS=128, PDL=True)),
+    ):
+        facts = inspect_kernel(kernel, _types(kernel, dtype, partial=False), constants, num_warps=4)
+        report.append({"kernel": kernel.__name__, "config": str(constants), **facts})
     kernel = merge._merge_kernel
     facts = inspect_kernel(
         kernel, {**_types(kernel, dtype, partial=False)}, dict(RANK=512, SPLITS=8, CHUNK=8), num_warps=4

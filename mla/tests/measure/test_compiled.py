@@ -48,3 +48,14 @@ def test_descriptors_become_tma_loads(report):
     for entry in report:
         if entry["kernel"] == "portable":
             assert (entry["UTMALDG"] > 0) == ("use_descriptors=True" in entry["config"]), entry
+
+
+@pytest.mark.slow
+def test_the_hopper_kernel_spills_nothing(report):
+    variants = [entry for entry in report if entry["kernel"] == "hopper"]
+    assert len(variants) >= 4
+    for entry in variants:
+        assert entry["spilled_bytes"] == entry["spill"] == 0, entry
+        assert entry["registers"] <= 168, entry
+        assert entry["HGMMA"] == 128, entry
+        assert entry["UTMALDG"] >= 27, entry

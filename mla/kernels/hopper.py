@@ -32,6 +32,12 @@ columns, so that Q Kᵀ starts when the first lands. Q's rotated chunk lives in 
 The last tile of a request is loaded with its tokens in the last rows: the box starts at a negative row, for which TMA
 writes zeros. Nothing past a request's end is read, whatever it holds; what stands before it is masked.
 
+Three orders that no barrier of their own names: `even` may store the next P0 only after `odd` has read the last one,
+which it knows through EVEN_RIGHT_FREE and the refilled right half it waits for; each consumer knows that its partner's
+tile has landed through that partner's P; and what is shared across runs (maxima, flags, sums) is kept apart by the
+exchange of P, of which every run has at least one. `mla/tests/kernels/barrier_model.py` is this protocol in plain
+Python, tied to this file.
+
 Against FlashMLA's write-up (docs/20250422-new-kernel-deep-dive.md): `even` and `odd` are its warpgroups 0 and 1, the
 exchange of P is its seesaw; the producer warp, the lazy rescaling and the order of the two products are not there.
 

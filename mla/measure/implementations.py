@@ -4,6 +4,7 @@ An implementation prepares whatever a decode step would find ready (compiled cod
 step share) and returns one call a problem. A call gives (out, lse), lse None where it computes none.
 """
 
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -148,6 +149,16 @@ def _flashinfer(backend: str) -> Callable[[list[Problem]], Prepared]:
     return prepare
 
 
+def _gluon_rung(name: str) -> Callable[[list[Problem]], Prepared]:
+    def prepare(problems: list[Problem]) -> Prepared:
+        # imported where it is needed: Gluon has no interpreter
+        rung = importlib.import_module(f"mla.stages.{name}")
+        shared = importlib.import_module("mla.stages.gluon_simple")
+        return replace(_each(rung.decode)(problems), num_splits=shared.default_num_splits(problems[0]))
+
+    return prepare
+
+
 def _hopper(problems: list[Problem]) -> Prepared:
     from mla.kernels.hopper import mla_decode_hopper, plan_hopper
 
@@ -178,6 +189,10 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "online_softmax": Implementation(_each(online_softmax.decode)),
     "split_kv": Implementation(_split_kv),
     "portable": Implementation(_mla_decode),
+    "gluon_simple": Implementation(_gluon_rung("gluon_simple"), needs_gpu=True, version=_hopper_version),
+    "gluon_warp_specialised": Implementation(
+        _gluon_rung("gluon_warp_specialised"), needs_gpu=True, version=_hopper_version
+    ),
     "hopper": Implementation(_hopper, needs_gpu=True, version=_hopper_version),
     "flashmla": Implementation(_flashmla, needs_gpu=True, version=peers.flashmla_version),
     "flashinfer_fa3": Implementation(

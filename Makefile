@@ -21,7 +21,7 @@ figures: $(LIGHT)  ## redraw every figure and table from data/ (main job; no GPU
 test: $(FULL)  ## run the tests (no GPU needed)
 	$(PY) -m pytest -q
 
-notebooks: $(LAB)  ## execute the notebooks afresh, in place
+notebooks: $(FULL)  ## execute the notebooks afresh, in place
 	$(PY) -m mla.report.notebooks notebooks
 
 lab: $(LAB)  ## open the notebooks in JupyterLab

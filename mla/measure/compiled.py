@@ -23,10 +23,17 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from mla.kernels import hopper, merge, portable, work_plan
-from mla.stages import online_softmax, split_kv
+from mla.stages import gluon_simple, gluon_warp_specialised, online_softmax, split_kv
 
 _TARGET = GPUTarget("cuda", 90, 32)
-_INSTRUCTIONS = {"HGMMA": r"\bHGMMA", "UTMALDG": r"\bUTMALDG", "LDGSTS": r"\bLDGSTS", "spill": r"\b(?:LDL|STL)\b"}
+_INSTRUCTIONS = {
+    "HGMMA": r"\bHGMMA",
+    "UTMALDG": r"\bUTMALDG",
+    "LDGSTS": r"\bLDGSTS",
+    "BAR": r"\bBAR\.",
+    "USETMAXREG": r"USETMAXREG",
+    "spill": r"\b(?:LDL|STL)\b",
+}
 
 
 def inspect_kernel(kernel, signature: dict[str, str], constants: dict[str, object], **options) -> dict[str, object]:
@@ -120,6 +127,23 @@ def inspect_hopper(rows: int, prefetch: bool, dtype: str = "bf16") -> dict[str, 
     return inspect_kernel(kernel, types, constants, num_warps=4, maxnreg=168)
 
 
+def inspect_gluon_rung(module, dtype: str = "bf16") -> dict[str, object]:
+    """`inspect_kernel` of a Gluon rung, writing fp32 parts."""
+    name = module.__name__.rsplit(".")[-1]
+    kernel = getattr(module, f"_mla_decode_{name}_kernel")
+    is_simple = module is gluon_simple
+    widths = {"q_desc": 512 if is_simple else 256, "q_rope_desc": 64}
+    widths |= {"kv_desc": widths["q_desc"], "kv_rope_desc": 64}
+    types = _types(kernel, dtype, partial=True)
+    types |= {n: f"tensordesc<{dtype}[1, 64, {w}],{gluon_simple.BOX_LAYOUT!r}>" for n, w in widths.items()}
+    options = (
+        dict(num_warps=gluon_simple.NUM_WARPS)
+        if is_simple
+        else dict(num_warps=4, maxnreg=gluon_warp_specialised.MAX_REGISTERS)
+    )
+    return {"kernel": name, "config": "", **inspect_kernel(kernel, types, {}, **options)}
+
+
 def inspect_all(dtype: str = "bf16") -> list[dict[str, object]]:
     """Every kernel in every configuration that the package launches at 512 + 64 with 16-bit inputs."""
     rung = dict(BLOCK_H=64, BLOCK_N=online_softmax.BLOCK_N, RANK=512, ROPE=64)
@@ -138,6 +162,7 @@ def inspect_all(dtype: str = "bf16") -> list[dict[str, object]]:
     for rows, prefetch in ((64, True), (64, False), (32, True), (16, False)):
         config = f"rows={rows}, prefetch={prefetch}"
         report.append({"kernel": "hopper", "config": config, **inspect_hopper(rows, prefetch, dtype)})
+    report += [inspect_gluon_rung(module, dtype) for module in (gluon_simple, gluon_warp_specialised)]
     for kernel, constants in (
         (work_plan._work_plan_kernel, dict(BATCH=128)),
         (merge._merge_runs_kernel, dict(RANK=512, HEADS=4, RUNS=4, COLUMNS=512, PDL=True)),

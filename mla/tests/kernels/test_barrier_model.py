@@ -1,31 +1,20 @@
 """The Hopper kernel's barriers hold in every schedule tried, planted faults are found, and the model is the kernel."""
 
 import ast
-import importlib.util
 import random
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mla.tests.kernels import barrier_model as model
+from mla.tests.kernels.barrier_machine import N, Op
+
 HERE = Path(__file__).parent
 KERNEL = HERE.parents[1] / "kernels" / "hopper.py"
 MODEL = HERE / "barrier_model.py"
 ROLES = {"_produce": "produce", "_consume_even": "consume_even", "_consume_odd": "consume_odd", "_finish": "finish"}
-
-
-def _load_model():
-    # by path: the folder of the kernels' tests is no package
-    spec = importlib.util.spec_from_file_location("barrier_model", MODEL)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-model = _load_model()
-N, Op = model.N, model.Op
 # none, one token, a tile, one more, two tiles, three, four and a bit, seven
 LENGTHS = [0, 1, N, N + 1, 2 * N, 3 * N, 4 * N + 1, 7 * N - 1]
 

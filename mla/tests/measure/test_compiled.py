@@ -59,3 +59,19 @@ def test_the_hopper_kernel_spills_nothing(report):
         assert entry["registers"] <= 168, entry
         assert entry["HGMMA"] == 128, entry
         assert entry["UTMALDG"] >= 27, entry
+
+
+# CTA barriers that the prototypes of the Gluon rungs had: one more is a wait that the compiler had to add.
+MAX_BARRIERS = {"gluon_simple": 22, "gluon_warp_specialised": 36}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rung", MAX_BARRIERS)
+def test_gluon_rungs_fit(rung, report):
+    (entry,) = [entry for entry in report if entry["kernel"] == rung]
+    assert entry["spilled_bytes"] == entry["spill"] == 0, entry
+    assert entry["HGMMA"] > 0, entry
+    assert entry["UTMALDG"] > 0, entry
+    assert 0 < entry["BAR"] <= MAX_BARRIERS[rung], entry
+    # registers move from the producer to the consumers
+    assert (entry["USETMAXREG"] > 0) == (rung == "gluon_warp_specialised"), entry

@@ -46,7 +46,7 @@ def inspect_kernel(kernel, signature: dict[str, str], constants: dict[str, objec
         options: num_warps, num_stages, maxnreg.
 
     Returns:
-        registers, spilled_bytes, shared_bytes, and a count for each name in `_INSTRUCTIONS`.
+        registers, spilled_bytes, shared_bytes, a count for each name in `_INSTRUCTIONS`, arrivals, lone_arrivals.
     """
     names = kernel.arg_names
     types = {name: signature.get(name, "constexpr") for name in names}
@@ -67,7 +67,19 @@ def inspect_kernel(kernel, signature: dict[str, str], constants: dict[str, objec
         "spilled_bytes": int(re.search(r"LOCAL:(\d+)", usage)[1]) + int(re.search(r"STACK:(\d+)", usage)[1]),
         "shared_bytes": compiled.metadata.shared,
         **{name: len(re.findall(pattern, sass)) for name, pattern in _INSTRUCTIONS.items()},
+        **_arrivals(compiled.asm["ptx"]),
     }
+
+
+def _arrivals(ptx: str) -> dict[str, int]:
+    """Arrivals of a group of warps at an mbarrier, and those that a barrier among its threads does not stand before.
+
+    One thread arrives for its group, so the others must have come that far; the source does not ask for it, the
+    compiler has to.
+    """
+    steps = re.findall(r"bar\.sync|mbarrier\.arrive\.shared|mbarrier\.try_wait|mbarrier\.arrive\.expect", ptx)
+    before = [earlier for earlier, step in zip(["", *steps], steps, strict=False) if step == "mbarrier.arrive.shared"]
+    return {"arrivals": len(before), "lone_arrivals": sum(step != "bar.sync" for step in before)}
 
 
 def _run_tool(tool: str, *arguments: str) -> str:

@@ -59,6 +59,9 @@ def test_the_hopper_kernel_spills_nothing(report):
         assert entry["registers"] <= 168, entry
         assert entry["HGMMA"] == 128, entry
         assert entry["UTMALDG"] >= 27, entry
+        # what tests/kernels/barrier_model.py takes for granted: a consumer arrives when all of its warps have
+        assert entry["arrivals"] == 11, entry
+        assert entry["lone_arrivals"] == 0, entry
 
 
 # CTA barriers that the prototypes of the Gluon rungs had: one more is a wait that the compiler had to add.

@@ -1,9 +1,11 @@
 """What notebooks show: the package's own source, and figures with a text in their place."""
 
+import base64
 import inspect
 import io
 
 from matplotlib.figure import Figure
+from PIL import Image
 
 
 class Source:
@@ -29,16 +31,16 @@ class Picture:
     """A figure as PNG, with its description as text for readers who do not see it."""
 
     def __init__(self, figure: Figure, alt: str, dpi: int = 110):
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
-        self._png, self._alt = buffer.getvalue(), alt
+        drawn, palette = io.BytesIO(), io.BytesIO()
+        figure.savefig(drawn, format="png", dpi=dpi, metadata={"Software": None})
+        # line drawings need few colours: a third of the bytes
+        Image.open(drawn).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(palette, "PNG", optimize=True)
+        self._png, self._alt = palette.getvalue(), alt
 
     def __repr__(self) -> str:
         return f"Figure: {self._alt}"
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        import base64
-
         bundle = {"image/png": base64.b64encode(self._png).decode(), "text/plain": repr(self)}
         return bundle, {"image/png": {"alt": self._alt}}
 

@@ -21,7 +21,9 @@ def execute(path: Path):
     from nbclient import NotebookClient
 
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=CELL_TIMEOUT_S, record_timing=False).execute(cwd=str(path.parent))
+    NotebookClient(notebook, timeout=CELL_TIMEOUT_S, record_timing=False, coalesce_streams=True).execute(
+        cwd=str(path.parent)
+    )
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},

@@ -144,7 +144,8 @@ def draw_panel(axes: Axes, tables: dict[str, pd.DataFrame], avoid: dict[int, flo
         axes.annotate(
             gap.replace("_", " ").replace(": ", "\n"),
             (context_len, 1),
-            (0, 4 if upwards else -4),
+            # below the number that a rival may have there
+            (0, 4 if upwards else -24),
             textcoords="offset points",
             rotation=90,
             ha="center",

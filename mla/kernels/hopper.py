@@ -60,28 +60,21 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from mla.kernels.launch import device_facts
 from mla.kernels.merge import merge_runs
 from mla.kernels.tile import LOG2_E
-from mla.kernels.work_plan import MAX_BATCH_SIZE, PART_WIDTH, WorkPlan, make_work_plan
+from mla.kernels.work_plan import MAX_BATCH_SIZE, PART_FIELDS, PART_WIDTH, WorkPlan, make_work_plan
 
-TILE = 64
 RANK = 512
 ROPE = 64
 
-_BARRIERS = (
-    *(f"EVEN_FULL_{i}" for i in range(4)), "EVEN_ROPE_FULL", *(f"ODD_FULL_{i}" for i in range(4)), "ODD_ROPE_FULL",
-    "EVEN_LEFT_FREE", "EVEN_RIGHT_FREE", "ODD_RIGHT_FREE", "ODD_LEFT_FREE",
-    "P_EVEN_READY", "P_ODD_READY", "SUM_EVEN_READY", "SUM_ODD_READY",
-    "Q_FIRST_FULL", "Q_SECOND_FULL", "Q_FREE",
-)  # fmt: skip
 (
     EVEN_FULL_0, EVEN_FULL_1, EVEN_FULL_2, EVEN_FULL_3, EVEN_ROPE_FULL,
     ODD_FULL_0, ODD_FULL_1, ODD_FULL_2, ODD_FULL_3, ODD_ROPE_FULL,
     EVEN_LEFT_FREE, EVEN_RIGHT_FREE, ODD_RIGHT_FREE, ODD_LEFT_FREE,
     P_EVEN_READY, P_ODD_READY, SUM_EVEN_READY, SUM_ODD_READY,
     Q_FIRST_FULL, Q_SECOND_FULL, Q_FREE,
-) = (gl.constexpr(i) for i in range(len(_BARRIERS)))  # fmt: skip
+) = (gl.constexpr(i) for i in range(21))  # fmt: skip
 
 # The fields of a part (`mla.kernels.work_plan.PART_FIELDS`).
-NUM_RUNS, REQUEST, FIRST_TILE, END_REQUEST, END_TILE, TOKENS = (gl.constexpr(i) for i in range(6))
+NUM_RUNS, REQUEST, FIRST_TILE, END_REQUEST, END_TILE, TOKENS = (gl.constexpr(i) for i in range(len(PART_FIELDS)))
 
 # Stands for -inf where a difference with it is taken.
 _LOWEST = gl.constexpr(-1e30)
@@ -624,7 +617,15 @@ def mla_decode_hopper(
 
     Returns:
         out and lse.
+
+    Raises:
+        ValueError: `hopper_fits` does not hold.
     """
+    if not hopper_fits(q, kv_cache, out, softmax_scale):
+        raise ValueError(
+            f"mla_decode_hopper: expected a call for which hopper_fits holds, got q {tuple(q.shape)} {q.dtype} on "
+            f"{q.device}, kv_cache {tuple(kv_cache.shape)}, softmax_scale {softmax_scale}; use mla.mla_decode"
+        )
     _, num_heads, _ = q.shape
     page_size = kv_cache.shape[1]
     plan = plan or plan_hopper(seq_lens, num_heads)

@@ -23,7 +23,7 @@ PART_WIDTH = tl.constexpr(8)
 # A program looks at all lengths at once.
 MAX_BATCH_SIZE = 4096
 
-# In units of a tile (about 1.6 us on an H200): starting and writing a run, and the merge of the runs of a request.
+# In units of a tile: starting and writing a run, and the merge of the runs of a request. Estimates, not yet tuned.
 _RUN_COST = tl.constexpr(5)
 _MERGE_COST = tl.constexpr(3)
 # Runs shorter than this are not worth their start: the cut moves to the request's edge.
@@ -130,7 +130,7 @@ def _work_plan_kernel(
     run_tiles = (tl.cdiv(tl.max(tiles, axis=0), runs_a_request) + 1) // 2 * 2
     equal_cost = run_tiles + _RUN_COST + _MERGE_COST
     share = tl.cdiv(total, num_parts)
-    # uneven runs of long batches keep fewer head blocks in step: 3%
+    # uneven runs keep fewer head blocks of a request in step; an estimate, not yet tuned
     even_cost = share + share // 32 + _RUN_COST + _MERGE_COST
     mode = _EVEN_SHARES
     if whole_cost <= even_cost:

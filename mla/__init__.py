@@ -9,7 +9,9 @@ _PUBLIC = {
     "MLAConfig": "mla.config",
     "PRESETS": "mla.config",
     "Problem": "mla.problem",
+    "DecodePlan": "mla.decode",
     "mla_decode": "mla.decode",
+    "plan_decode": "mla.decode",
 }
 
 __all__ = sorted(_PUBLIC)

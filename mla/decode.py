@@ -1,5 +1,10 @@
 """`mla_decode`, the public entry: checks, then the kernel that suits the device."""
 
+import warnings
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
 import torch
 
 from mla.kernels import ON_INTERPRETER
@@ -7,6 +12,51 @@ from mla.kernels.launch import device_guard
 from mla.kernels.portable import mla_decode_portable
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Gluon changes from version to version.
+_GLUON_VERSIONS = ("3.6.",)
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """What the calls of one decode step share: the division of the work, made by `plan_decode`.
+
+    Args:
+        hopper: of the Hopper kernel; None where another kernel runs, which needs no plan.
+    """
+
+    hopper: Any
+
+
+def plan_decode(seq_lens: torch.Tensor, num_heads: int) -> DecodePlan:
+    """Plan a decode step, once for all its layers: a call of `mla_decode` that is given no plan makes its own.
+
+    The plan is made on the device from the lengths as they are when its kernel runs, without synchronisation: captured
+    in a CUDA graph, it follows lengths that changed in place. It holds scratch and counters, so that calls that share
+    a plan must not overlap: use a plan on one stream.
+
+    Args:
+        seq_lens: (batch_size,) int32, contiguous; cached tokens a request. The calls must be given the same lengths.
+        num_heads: query heads of the calls.
+
+    Returns:
+        A DecodePlan for `mla_decode`. On a Hopper GPU it takes about 2 us there, and 17 MB for 128 heads.
+
+    Raises:
+        ValueError: seq_lens is not one-dimensional and contiguous, or num_heads is not positive.
+        TypeError: seq_lens is not int32.
+    """
+    if seq_lens.ndim != 1 or not seq_lens.is_contiguous() or num_heads < 1:
+        raise ValueError(
+            f"plan_decode: expected contiguous seq_lens of shape (batch_size,) and a positive num_heads, got "
+            f"{tuple(seq_lens.shape)} with strides {tuple(seq_lens.stride())} and {num_heads}"
+        )
+    if seq_lens.dtype != torch.int32:
+        raise TypeError(f"seq_lens: expected torch.int32, got {seq_lens.dtype}; call .int()")
+    launcher = _hopper_launcher()
+    if launcher is None or not launcher.can_plan(seq_lens):
+        return DecodePlan(None)
+    with device_guard(seq_lens.device):
+        return DecodePlan(launcher.plan_hopper(seq_lens, num_heads))
 
 
 def mla_decode(
@@ -19,15 +69,24 @@ def mla_decode(
     kv_lora_rank: int = 512,
     num_splits: int | None = None,
     out: torch.Tensor | None = None,
+    plan: DecodePlan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Multi-head latent attention for one query token a request, in absorbed form, on a paged latent cache.
 
     `out = softmax(softmax_scale * q kvᵀ) kv[:, :kv_lora_rank]` over the request's cached rows `kv`.
 
-    Nothing is synchronised with the host and no state is kept, so a call can be captured in a CUDA graph and replayed
-    after q, kv_cache, block_table or seq_lens changed in place, and calls on two streams do not meet. Inside
-    torch.compile the call is the operator `mla::decode`. Scratch is batch_size * num_splits * num_heads *
-    (kv_lora_rank + 1) * 4 bytes, at about one wave of SMs at most 132 * 64 * 513 * 4 bytes (17 MB) on an H200.
+    On a Hopper GPU (sm_90) the Hopper kernel runs where it takes the call: 16 bits, kv_lora_rank 512 and
+    qk_rope_head_dim 64, pages of 16, 32 or a multiple of 64 tokens, addresses and strides that are multiples of 16
+    bytes (8 elements), a positive softmax_scale, at most 4096 requests, no num_splits. Elsewhere the portable kernel.
+
+    Nothing is synchronised with the host, so a call can be captured in a CUDA graph and replayed after q, kv_cache,
+    block_table or seq_lens changed in place. What is kept between calls (checks passed, compiled kernels, tensor maps)
+    depends on shapes, strides, dtypes, devices and addresses only. Calls on two streams do not meet, unless they share
+    a plan. Inside torch.compile the call is the operator `mla::decode`, which makes its own plan.
+
+    Scratch of the Hopper kernel is at most 2 * num_sms * 64 * 513 * 4 bytes, in the plan; of the portable kernel
+    batch_size * num_splits * num_heads * (kv_lora_rank + 1) * 4 bytes, at about one wave of SMs at most
+    132 * 64 * 513 * 4 bytes (17 MB) on an H200.
 
     Args:
         q: (batch_size, num_heads, kv_lora_rank + qk_rope_head_dim), bf16, fp16 or fp32; the query after absorption
@@ -43,10 +102,11 @@ def mla_decode(
             mscale squared with YaRN), not the 576 ** -0.5 of the absorbed width.
         kv_lora_rank: width of the latent part, which is also the value; default 512. It and qk_rope_head_dim are
             powers of two from 16 up.
-        num_splits: parts that each request is cut into; default: about one wave of SMs. The result does not depend on
-            it beyond rounding.
+        num_splits: parts that each request is cut into by the portable kernel, which a number asks for; default:
+            chosen for the GPU. The result does not depend on it beyond rounding.
         out: (batch_size, num_heads, kv_lora_rank), q's dtype, last dimension contiguous; where to write. Default: a
             new tensor.
+        plan: of this step, from `plan_decode` on the same seq_lens. Default: the call makes its own.
 
     Returns:
         out (batch_size, num_heads, kv_lora_rank) in q's dtype, and lse (batch_size, num_heads) fp32, the natural
@@ -54,7 +114,7 @@ def mla_decode(
 
     Raises:
         ValueError: a shape, stride or value is not supported.
-        TypeError: a dtype is not supported.
+        TypeError: a dtype is not supported, or plan is not a DecodePlan.
         RuntimeError: devices differ or are not supported, or an input requires a gradient.
 
     Reference: DeepSeek-V2, arXiv 2405.04434, section 2.1.2.
@@ -62,7 +122,13 @@ def mla_decode(
     if torch.compiler.is_compiling():
         new_out, lse = torch.ops.mla.decode(q, kv_cache, block_table, seq_lens, softmax_scale, kv_lora_rank, num_splits)
         return (new_out if out is None else out.copy_(new_out)), lse
-    return _decode(q, kv_cache, block_table, seq_lens, softmax_scale, kv_lora_rank, num_splits, out)
+    return _decode(q, kv_cache, block_table, seq_lens, softmax_scale, kv_lora_rank, num_splits, out, plan)
+
+
+# What calls that are alike share: None, or the Hopper kernel's launch. A call's key says all that the checks look at.
+_routes: dict[tuple, Any] = {}
+_MAX_ROUTES = 1024
+_UNKNOWN = object()
 
 
 def _decode(
@@ -74,20 +140,64 @@ def _decode(
     kv_lora_rank: int,
     num_splits: int | None,
     out: torch.Tensor | None = None,
+    plan: DecodePlan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check(q, kv_cache, block_table, seq_lens, kv_lora_rank, num_splits, out)
-    new_out, lse = _empty_outputs(q, kv_lora_rank)
-    out = new_out if out is None else out
-    if q.shape[0] == 0:
-        return out, lse
+    key = (
+        q.shape, q.stride(), q.dtype, q.device, kv_cache.shape, kv_cache.stride(), kv_cache.dtype, kv_cache.device,
+        block_table.shape, block_table.stride(), block_table.dtype, block_table.device,
+        seq_lens.shape, seq_lens.stride(), seq_lens.dtype, seq_lens.device, kv_lora_rank, num_splits,
+        None if out is None else (out.shape, out.stride(), out.dtype, out.device),
+        q.requires_grad or kv_cache.requires_grad or (out is not None and out.requires_grad),
+        torch.is_grad_enabled(), type(plan),
+    )  # fmt: skip
+    launch = _routes.get(key, _UNKNOWN)
+    if launch is _UNKNOWN:
+        _check(q, kv_cache, block_table, seq_lens, kv_lora_rank, num_splits, out, plan)
+    batch_size, num_heads, _ = q.shape
+    if out is None:
+        out = q.new_empty((batch_size, num_heads, kv_lora_rank))
+    lse = q.new_empty((batch_size, num_heads), dtype=torch.float32)
+    if launch is _UNKNOWN:
+        if len(_routes) >= _MAX_ROUTES:
+            _routes.clear()
+        launch = _routes[key] = _hopper_launch(q, kv_cache, block_table, out) if num_splits is None else None
     with device_guard(q.device):
-        return mla_decode_portable(
-            q, kv_cache, block_table, seq_lens, out, lse, softmax_scale=softmax_scale, num_splits=num_splits
-        )
+        if launch is not None and launch.takes(q, kv_cache, out, softmax_scale):
+            hopper_plan = (plan or plan_decode(seq_lens, q.shape[1])).hopper
+            launch(q, kv_cache, block_table, seq_lens, out, lse, softmax_scale, hopper_plan)
+        elif len(q) > 0:
+            mla_decode_portable(
+                q, kv_cache, block_table, seq_lens, out, lse, softmax_scale=softmax_scale, num_splits=num_splits
+            )
+    return out, lse
 
 
-def _empty_outputs(q: torch.Tensor, kv_lora_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(*q.shape[:2], kv_lora_rank), q.new_empty(q.shape[:2], dtype=torch.float32)
+@lru_cache
+def _hopper_launcher():
+    """The module `mla.kernels.hopper_launch`, or None where it cannot be used."""
+    if ON_INTERPRETER or not torch.cuda.is_available():
+        return None
+    # after mla.kernels, which decides on the interpreter before Triton is imported
+    import triton
+
+    if not triton.__version__.startswith(_GLUON_VERSIONS):
+        if any(torch.cuda.get_device_capability(i) == (9, 0) for i in range(torch.cuda.device_count())):
+            warnings.warn(
+                f"mla_decode: the Hopper kernel was tested with Triton {', '.join(_GLUON_VERSIONS)}x, found "
+                f"{triton.__version__}; the slower portable kernel runs instead",
+                stacklevel=2,
+            )
+        return None
+    from mla.kernels import hopper_launch
+
+    return hopper_launch
+
+
+def _hopper_launch(q, kv_cache, block_table, out):
+    launcher = _hopper_launcher()
+    if launcher is None or not launcher.hopper_fits(q, kv_cache, out):
+        return None
+    return launcher.HopperLaunch(q, kv_cache, block_table, out)
 
 
 @torch.library.custom_op("mla::decode", mutates_args=())
@@ -105,15 +215,15 @@ def _decode_op(
 
 @_decode_op.register_fake
 def _(q, kv_cache, block_table, seq_lens, softmax_scale, kv_lora_rank, num_splits):
-    _check(q, kv_cache, block_table, seq_lens, kv_lora_rank, num_splits, None)
-    return _empty_outputs(q, kv_lora_rank)
+    _check(q, kv_cache, block_table, seq_lens, kv_lora_rank, num_splits, None, None)
+    return q.new_empty(*q.shape[:2], kv_lora_rank), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 def _is_supported_width(n: int) -> bool:
     return n >= 16 and n & (n - 1) == 0
 
 
-def _check(q, kv_cache, block_table, seq_lens, kv_lora_rank, num_splits, out) -> None:
+def _check(q, kv_cache, block_table, seq_lens, kv_lora_rank, num_splits, out, plan) -> None:
     tensors = {"q": q, "kv_cache": kv_cache, "block_table": block_table, "seq_lens": seq_lens}
     if out is not None:
         tensors["out"] = out
@@ -147,6 +257,8 @@ def _check(q, kv_cache, block_table, seq_lens, kv_lora_rank, num_splits, out) ->
             )
     if num_splits is not None and num_splits < 1:
         raise ValueError(f"num_splits: expected a positive number or None, got {num_splits}")
+    if plan is not None and not isinstance(plan, DecodePlan):
+        raise TypeError(f"plan: expected a DecodePlan from mla.plan_decode, got {type(plan).__name__}")
     for name, tensor in tensors.items():
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(

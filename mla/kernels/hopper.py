@@ -21,30 +21,38 @@ probabilities of both tiles. Time runs downwards; `-->` is a barrier, named as i
       (frees the left half of the odd tile)
 
 Both consumers add the even tile first, then the odd one, so P0 is never rescaled after it was sent. The running
-maximum moves only when a row's maximum grew by more than THRESHOLD (base 2); whether any row moved is decided once a
-tile and passed on as a flag, so that the rescaling of the output is skipped nearly always. P may thus reach 2^8.
+maximum moves only when a row's maximum grew by more than THRESHOLD (base 2), so that the rescaling of the output is
+skipped nearly always; P may thus reach 2^THRESHOLD. Which rows moved is sent along with P, after which each consumer
+finds for itself whether any did: nothing but the maximum itself stands between S and P.
 
 A KV tile is 64 x 576: nine chunks of 64 columns, the ninth the rotated part. Its refill groups are released by exactly
 one consumer each: EVEN_LEFT_FREE and ODD_LEFT_FREE by `even`, EVEN_RIGHT_FREE and ODD_RIGHT_FREE by `odd`; the rotated
 part goes with the left half of the even and the right half of the odd tile. Full barriers are finer, one every 128
-columns, so that Q Kᵀ starts when the first lands. Q's rotated chunk lives in registers; its shared memory takes P1.
+columns, so that Q Kᵀ starts when the first lands. Q's rotated chunk lives in registers; its shared memory takes P1. A
+product whose operand is in registers holds its warps until it starts, so the rotated part is multiplied last.
+
+The two CTAs of a request's head blocks load the same tiles. Each asks for one tile of the next pair in L2, in two
+halves and after its own loads: a whole tile at once, or before them, holds them up.
 
 The last tile of a request is loaded with its tokens in the last rows: the box starts at a negative row, for which TMA
 writes zeros. Nothing past a request's end is read, whatever it holds; what stands before it is masked.
 
+Runs of a divided request leave partial results, which the CTAs that made them merge once all are there
+(`mla.kernels.hopper_merge`). They wait for each other, so the launch is a cooperative one: all CTAs are resident.
+
 Three orders that no barrier of their own names: `even` may store the next P0 only after `odd` has read the last one,
 which it knows through EVEN_RIGHT_FREE and the refilled right half it waits for; each consumer knows that its partner's
-tile has landed through that partner's P; and what is shared across runs (maxima, flags, sums) is kept apart by the
-exchange of P, of which every run has at least one. `mla/tests/kernels/barrier_model.py` is this protocol in plain
+tile has landed through that partner's P; and what is shared across runs (maxima, what moved, sums) is kept apart by
+the exchange of P, of which every run has at least one. `mla/tests/kernels/barrier_model.py` is this protocol in plain
 Python, tied to this file.
 
 Against FlashMLA's write-up (docs/20250422-new-kernel-deep-dive.md): `even` and `odd` are its warpgroups 0 and 1, the
-exchange of P is its seesaw; the producer warp, the lazy rescaling and the order of the two products are not there.
+exchange of P is its seesaw; the producer warp, the lazy rescaling, the order of the two products and the merge in the
+kernel are not there.
 
 Reference: FlashMLA; FlashAttention-4 for the lazy rescaling.
 """
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -54,16 +62,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mla.kernels.launch import device_facts
-from mla.kernels.merge import merge_runs
-from mla.kernels.tile import LOG2_E
-from mla.kernels.work_plan import MAX_BATCH_SIZE, PART_FIELDS, PART_WIDTH, WorkPlan, make_work_plan
-
-RANK = 512
-ROPE = 64
+from mla.kernels.hopper_merge import announce_run, merge_request, plan_of_request
+from mla.kernels.work_plan import PART_FIELDS, PART_WIDTH
 
 (
     EVEN_FULL_0, EVEN_FULL_1, EVEN_FULL_2, EVEN_FULL_3, EVEN_ROPE_FULL,
@@ -106,7 +108,7 @@ def _box(chunks, first, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 @gluon.jit
 def _load_columns(
     desc, kv, chunk, COLUMN: gl.constexpr, WIDTH: gl.constexpr, barrier,
-    table, page, tile, tokens, tiles_per_page, last_page, ROWS: gl.constexpr,
+    table, page, tile, tokens, last_page, ROWS: gl.constexpr, TILES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
     """Ask for WIDTH columns of one tile; `tokens` of the request are left from the tile on (none: zeros).
 
@@ -116,7 +118,7 @@ def _load_columns(
     mbarrier.expect(barrier, 64 * WIDTH * 2)
     if ROWS == 64:
         held = gl.minimum(tokens, 64)
-        row = gl.where(held <= 0, -64, (tile % tiles_per_page) * 64 + held - 64)
+        row = gl.where(held <= 0, -64, (tile % TILES_PER_PAGE) * 64 + held - 64)
         tma.async_copy_global_to_shared(desc, [page, row, COLUMN], barrier, _box(kv, chunk, 64, WIDTH))
     else:
         # a box is 64 columns wide: one of 128 would expect its two halves side by side, not 64 rows apart
@@ -132,21 +134,25 @@ def _load_columns(
 
 
 @gluon.jit
-def _prefetch_tile(kv_ptr, table, tile, tiles_per_page, last_page, stride_page, ROWS: gl.constexpr):
-    """Ask for a tile's rows in L2 (contiguous ones: 1152 bytes a token)."""
-    for i in gl.static_range(64 // ROWS):
-        if ROWS == 64:
-            page = gl.load(table + tile // tiles_per_page)
-            row = (tile % tiles_per_page) * 64
-        else:
-            page = gl.load(table + gl.minimum(tile * (64 // ROWS) + i, last_page))
-            row = 0
-        address = kv_ptr + page.to(gl.int64) * stride_page + row * 576
-        size = gl.to_tensor(ROWS * 1152)
-        gl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [address, size],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+def _prefetch_half(kv_ptr, table, tile, half, last_page, stride_page, ROWS: gl.constexpr, TILES_PER_PAGE: gl.constexpr):
+    """Ask for 32 tokens of a tile, contiguous rows of 1152 bytes, in L2."""
+    if ROWS == 64:
+        page = gl.load(table + tile // TILES_PER_PAGE)
+        row = (tile % TILES_PER_PAGE) * 64 + half * 32
+    else:
+        page = gl.load(table + gl.minimum(tile * 2 + half, last_page))
+        row = 0
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
+        [kv_ptr + page.to(gl.int64) * stride_page + row * 576, gl.to_tensor(32 * 1152)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _field(parts_ptr, field):
+    """A field of this CTA's part (PART_FIELDS)."""
+    return gl.load(parts_ptr + gl.program_id(1) * PART_WIDTH + field)
 
 
 @gluon.jit
@@ -164,12 +170,12 @@ def _tokens_of_run(seq_lens_ptr, w, part):
 @gluon.jit
 def _produce(
     q, kv, bars, q_desc, q_rope_desc, kv_desc, kv_rope_desc, kv_ptr, block_table_ptr, seq_lens_ptr,
-    part, head_block, stride_table, stride_page, tiles_per_page,
-    ROWS: gl.constexpr, PREFETCH: gl.constexpr, PDL: gl.constexpr,
+    part, head_block, stride_table, stride_page,
+    ROWS: gl.constexpr, TILES_PER_PAGE: gl.constexpr, PREFETCH: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: all TMA loads, and the L2 prefetch of the next pair (each head block asks for one tile)."""
-    if PDL:
-        gdc_launch_dependents()
+    # the next kernel's CTAs may take the SMs that this one leaves
+    gdc_launch_dependents()
     pair = 0
     for w in range(part[NUM_RUNS]):
         request = part[REQUEST] + w
@@ -179,8 +185,8 @@ def _produce(
         end_tile = tile + (tokens + 63) // 64
         last_tile = gl.maximum(end_tile - 1, tile)
         last_page = gl.maximum((tile * 64 + tokens - 1) // ROWS, 0)
-        even_page = gl.load(table + tile // tiles_per_page, mask=tokens > 0, other=0)
-        odd_page = gl.load(table + gl.minimum(tile + 1, last_tile) // tiles_per_page, mask=tokens > 0, other=0)
+        even_page = gl.load(table + tile // TILES_PER_PAGE, mask=tokens > 0, other=0)
+        odd_page = gl.load(table + gl.minimum(tile + 1, last_tile) // TILES_PER_PAGE, mask=tokens > 0, other=0)
 
         mbarrier.wait(bars[Q_FREE], (w & 1) ^ 1)
         mbarrier.expect(bars[Q_FIRST_FULL], 64 * (256 + 64) * 2)
@@ -194,15 +200,15 @@ def _produce(
             mbarrier.wait(bars[EVEN_LEFT_FREE], parity)
             _load_columns(
                 kv_desc, kv, 0, 0, 128, bars[EVEN_FULL_0],
-                table, even_page, tile, tokens, tiles_per_page, last_page, ROWS,
-            )  # fmt: skip
-            _load_columns(
-                kv_rope_desc, kv, 8, 512, 64, bars[EVEN_ROPE_FULL],
-                table, even_page, tile, tokens, tiles_per_page, last_page, ROWS,
+                table, even_page, tile, tokens, last_page, ROWS, TILES_PER_PAGE,
             )  # fmt: skip
             _load_columns(
                 kv_desc, kv, 2, 128, 128, bars[EVEN_FULL_1],
-                table, even_page, tile, tokens, tiles_per_page, last_page, ROWS,
+                table, even_page, tile, tokens, last_page, ROWS, TILES_PER_PAGE,
+            )  # fmt: skip
+            _load_columns(
+                kv_rope_desc, kv, 8, 512, 64, bars[EVEN_ROPE_FULL],
+                table, even_page, tile, tokens, last_page, ROWS, TILES_PER_PAGE,
             )  # fmt: skip
             if i == 0:
                 mbarrier.expect(bars[Q_SECOND_FULL], 64 * 256 * 2)
@@ -210,41 +216,53 @@ def _produce(
             mbarrier.wait(bars[EVEN_RIGHT_FREE], parity)
             _load_columns(
                 kv_desc, kv, 4, 256, 128, bars[EVEN_FULL_2],
-                table, even_page, tile, tokens, tiles_per_page, last_page, ROWS,
+                table, even_page, tile, tokens, last_page, ROWS, TILES_PER_PAGE,
             )  # fmt: skip
             _load_columns(
                 kv_desc, kv, 6, 384, 128, bars[EVEN_FULL_3],
-                table, even_page, tile, tokens, tiles_per_page, last_page, ROWS,
+                table, even_page, tile, tokens, last_page, ROWS, TILES_PER_PAGE,
             )  # fmt: skip
+            if PREFETCH:  # noqa: SIM102 (decided at compile time)
+                if (i > 0) & (tile + 2 + head_block < end_tile):
+                    _prefetch_half(
+                        kv_ptr, table, tile + 2 + head_block, 0, last_page, stride_page, ROWS, TILES_PER_PAGE
+                    )  # fmt: skip
             next_even = gl.minimum(tile + 2, last_tile)
-            even_page = gl.load(table + next_even // tiles_per_page, mask=tokens > 0, other=0)
+            even_page = gl.load(table + next_even // TILES_PER_PAGE, mask=tokens > 0, other=0)
             mbarrier.wait(bars[ODD_LEFT_FREE], parity)
             _load_columns(
                 kv_desc, kv, 9, 0, 128, bars[ODD_FULL_0],
-                table, odd_page, odd, tokens - 64, tiles_per_page, last_page, ROWS,
+                table, odd_page, odd, tokens - 64, last_page, ROWS, TILES_PER_PAGE,
             )  # fmt: skip
             _load_columns(
                 kv_desc, kv, 11, 128, 128, bars[ODD_FULL_1],
-                table, odd_page, odd, tokens - 64, tiles_per_page, last_page, ROWS,
+                table, odd_page, odd, tokens - 64, last_page, ROWS, TILES_PER_PAGE,
             )  # fmt: skip
             mbarrier.wait(bars[ODD_RIGHT_FREE], parity)
             _load_columns(
                 kv_desc, kv, 13, 256, 128, bars[ODD_FULL_2],
-                table, odd_page, odd, tokens - 64, tiles_per_page, last_page, ROWS,
-            )  # fmt: skip
-            _load_columns(
-                kv_rope_desc, kv, 17, 512, 64, bars[ODD_ROPE_FULL],
-                table, odd_page, odd, tokens - 64, tiles_per_page, last_page, ROWS,
+                table, odd_page, odd, tokens - 64, last_page, ROWS, TILES_PER_PAGE,
             )  # fmt: skip
             _load_columns(
                 kv_desc, kv, 15, 384, 128, bars[ODD_FULL_3],
-                table, odd_page, odd, tokens - 64, tiles_per_page, last_page, ROWS,
+                table, odd_page, odd, tokens - 64, last_page, ROWS, TILES_PER_PAGE,
             )  # fmt: skip
-            if PREFETCH:
-                ahead = tile + 2 + head_block
-                if ahead < end_tile:
-                    _prefetch_tile(kv_ptr, table, ahead, tiles_per_page, last_page, stride_page, ROWS)
-            odd_page = gl.load(table + gl.minimum(tile + 3, last_tile) // tiles_per_page, mask=tokens > 0, other=0)
+            _load_columns(
+                kv_rope_desc, kv, 17, 512, 64, bars[ODD_ROPE_FULL],
+                table, odd_page, odd, tokens - 64, last_page, ROWS, TILES_PER_PAGE,
+            )  # fmt: skip
+            if PREFETCH:  # noqa: SIM102
+                if tile + 2 + head_block < end_tile:
+                    if i == 0:
+                        # the first pair is on its way to every SM: let it pass
+                        mbarrier.wait(bars[EVEN_FULL_3], pair & 1)
+                        _prefetch_half(
+                            kv_ptr, table, tile + 2 + head_block, 0, last_page, stride_page, ROWS, TILES_PER_PAGE
+                        )  # fmt: skip
+                    _prefetch_half(
+                        kv_ptr, table, tile + 2 + head_block, 1, last_page, stride_page, ROWS, TILES_PER_PAGE
+                    )  # fmt: skip
+            odd_page = gl.load(table + gl.minimum(tile + 3, last_tile) // TILES_PER_PAGE, mask=tokens > 0, other=0)
             tile += 2
             tokens -= 128
             pair += 1
@@ -261,27 +279,21 @@ def _mask(scores, tokens, ROWS: gl.constexpr, S_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _move_maximum(scores, row_max, scale_log2, grew, flag, shared_max, THRESHOLD: gl.constexpr):
-    """The new maximum, and whether any row's moved (a scalar); both also go to the other consumer.
-
-    Every warp reads the 64 rows' flags, two a lane: one reduction in the warp, no exchange between warps.
-    """
-    TWO_A_LANE: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+def _move_maximum(scores, row_max, scale_log2, THRESHOLD: gl.constexpr):
+    """The rows' new maximum, and which of them moved."""
     tile_max = gl.max(scores, axis=1) * scale_log2
     grows = tile_max > row_max + THRESHOLD
-    new_max = gl.where(grows, tile_max, row_max)
-    grew.store(grows.to(gl.int32))
-    shared_max.store(new_max)
-    moved = gl.max(grew.load(TWO_A_LANE), axis=0)
-    flag.store(gl.full([1], moved, gl.int32, ONE))
-    return new_max, moved
+    return gl.where(grows, tile_max, row_max), grows.to(gl.int32)
 
 
 @gluon.jit
-def _read_flag(flag):
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(flag.load(ONE), axis=0)
+def _any_moved(moved):
+    """Whether any of 64 rows' maxima moved (a scalar).
+
+    Every warp reads all rows, two a lane: one reduction in the warp, no exchange between warps.
+    """
+    TWO_A_LANE: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    return gl.max(moved.load(TWO_A_LANE), axis=0)
 
 
 @gluon.jit
@@ -302,9 +314,10 @@ def _finish(
     acc = acc * (1.0 / safe_sum)[:, None]
     lse = gl.where(has_tokens, (row_max + gl.log2(safe_sum)) * _LN_2, float("-inf"))
     request = part[REQUEST] + w
-    first_slot = 2 * gl.program_id(1)
     begins_inside = (w == 0) & (part[FIRST_TILE] > 0)
-    slot = gl.where(begins_inside, first_slot, gl.where(request == part[END_REQUEST], first_slot + 1, -1))
+    ends_inside = request == part[END_REQUEST]
+    first_slot = 2 * gl.program_id(1)
+    slot = gl.where(begins_inside, first_slot, gl.where(ends_inside, first_slot + 1, -1))
     heads = head_block * 64 + gl.arange(0, 64, ROW)
     staged = _columns(kv, CHUNK, 256)
     staged.store(acc.to(kv.dtype))
@@ -313,17 +326,22 @@ def _finish(
     if slot >= 0:
         tma.async_copy_shared_to_global(part_desc, [slot, head_block * 64, HALF * 256], _box(kv, CHUNK, 64, 256))
         if HALF == 0:
-            gl.store(part_lse_ptr + slot.to(gl.int64) * num_heads + heads, lse, mask=heads < num_heads)
+            gl.store(part_lse_ptr + slot * num_heads + heads, lse, mask=heads < num_heads)
+        # until the partial result is in memory; store_wait would only wait until shared memory was read
+        gl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.u32 $0, 0;", "=r", [],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
     else:
         tma.async_copy_shared_to_global(out_desc, [request, head_block * 64, HALF * 256], _box(kv, CHUNK, 64, 256))
         if HALF == 0:
             gl.store(lse_ptr + request.to(gl.int64) * num_heads + heads, lse, mask=heads < num_heads)
-    tma.store_wait(0)
+        tma.store_wait(0)
 
 
 @gluon.jit
 def _consume_even(
-    q, kv, p_even, shared_max, sums, grew, flags, bars, part_desc, out_desc, part_lse_ptr, lse_ptr, seq_lens_ptr,
+    q, kv, p_even, shared_max, sums, moved, bars, part_desc, out_desc, part_lse_ptr, lse_ptr, seq_lens_ptr,
     part, head_block, num_heads, scale_log2, THRESHOLD: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Scores of the even tiles, output columns 0..255."""
@@ -345,11 +363,8 @@ def _consume_even(
         mbarrier.wait(bars[Q_FIRST_FULL], run_parity)
         # Always 0, but not known to be: it keeps the descriptors of wgmma from being hoisted and spilled.
         z = w >> 30
-        q_rope = q.index(8).load(Q_OPERAND)
         mbarrier.wait(bars[EVEN_FULL_0], pair & 1)
         s = warpgroup_mma(_columns(q, z, 128), _columns(kv, z, 128).permute((1, 0)), s, use_acc=False, is_async=True)
-        mbarrier.wait(bars[EVEN_ROPE_FULL], pair & 1)
-        s = warpgroup_mma(q_rope, kv.index(z + 8).permute((1, 0)), s, is_async=True)
         mbarrier.wait(bars[EVEN_FULL_1], pair & 1)
         s = warpgroup_mma(_columns(q, z + 2, 128), _columns(kv, z + 2, 128).permute((1, 0)), s, is_async=True)
         mbarrier.wait(bars[Q_SECOND_FULL], run_parity)
@@ -357,19 +372,24 @@ def _consume_even(
         s = warpgroup_mma(_columns(q, z + 4, 128), _columns(kv, z + 4, 128).permute((1, 0)), s, is_async=True)
         mbarrier.wait(bars[EVEN_FULL_3], pair & 1)
         s = warpgroup_mma(_columns(q, z + 6, 128), _columns(kv, z + 6, 128).permute((1, 0)), s, is_async=True)
+        q_rope = q.index(8).load(Q_OPERAND)
+        mbarrier.wait(bars[EVEN_ROPE_FULL], pair & 1)
+        s = warpgroup_mma(q_rope, kv.index(z + 8).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         for j in range(pair, end):
             parity = j & 1
             z = j >> 30
             s = _mask(s, tokens, ROWS, S_LAYOUT)
-            m0, moved = _move_maximum(s, m1, scale_log2, grew.index(0), flags.index(0), shared_max.index(0), THRESHOLD)
+            m0, rows_moved = _move_maximum(s, m1, scale_log2, THRESHOLD)
+            shared_max.index(0).store(m0)
+            moved.index(0).store(rows_moved)
             p = gl.exp2(s * scale_log2 - m0[:, None])
             p16 = p.to(kv.dtype)
             p_even.store(p16)
             fence_async_shared()
             mbarrier.arrive(bars[P_EVEN_READY], count=1)
             tile_sum = gl.sum(p, axis=1)
-            if moved != 0:
+            if _any_moved(moved.index(0)) != 0:
                 correction = gl.exp2(m1 - m0)
                 row_sum = row_sum * correction
                 acc = acc * gl.convert_layout(correction, O_ROW)[:, None]
@@ -380,7 +400,7 @@ def _consume_even(
             mbarrier.arrive(bars[EVEN_LEFT_FREE], count=1)
 
             mbarrier.wait(bars[P_ODD_READY], parity)
-            odd_moved = _read_flag(flags.index(1))
+            odd_moved = _any_moved(moved.index(1))
             m1 = shared_max.index(1).load(S_ROW)
             if odd_moved != 0:
                 correction = gl.exp2(m0 - m1)
@@ -392,16 +412,16 @@ def _consume_even(
                 s = warpgroup_mma(
                     _columns(q, z, 128), _columns(kv, z, 128).permute((1, 0)), s, use_acc=False, is_async=True
                 )
-                mbarrier.wait(bars[EVEN_ROPE_FULL], parity ^ 1)
-                s = warpgroup_mma(q_rope, kv.index(z + 8).permute((1, 0)), s, is_async=True)
                 mbarrier.wait(bars[EVEN_FULL_1], parity ^ 1)
                 s = warpgroup_mma(_columns(q, z + 2, 128), _columns(kv, z + 2, 128).permute((1, 0)), s, is_async=True)
-                acc = warpgroup_mma_wait(3, deps=(acc,))
+                acc = warpgroup_mma_wait(2, deps=(acc,))
                 mbarrier.arrive(bars[ODD_LEFT_FREE], count=1)
                 mbarrier.wait(bars[EVEN_FULL_2], parity ^ 1)
                 s = warpgroup_mma(_columns(q, z + 4, 128), _columns(kv, z + 4, 128).permute((1, 0)), s, is_async=True)
                 mbarrier.wait(bars[EVEN_FULL_3], parity ^ 1)
                 s = warpgroup_mma(_columns(q, z + 6, 128), _columns(kv, z + 6, 128).permute((1, 0)), s, is_async=True)
+                mbarrier.wait(bars[EVEN_ROPE_FULL], parity ^ 1)
+                s = warpgroup_mma(q_rope, kv.index(z + 8).permute((1, 0)), s, is_async=True)
                 s = warpgroup_mma_wait(0, deps=(s,))
             else:
                 acc = warpgroup_mma(q.index(z + 8), _columns(kv, z + 9, 256), acc, is_async=True)
@@ -424,7 +444,7 @@ def _consume_even(
 
 @gluon.jit
 def _consume_odd(
-    q, kv, p_even, shared_max, sums, grew, flags, bars, part_desc, out_desc, part_lse_ptr, lse_ptr, seq_lens_ptr,
+    q, kv, p_even, shared_max, sums, moved, bars, part_desc, out_desc, part_lse_ptr, lse_ptr, seq_lens_ptr,
     part, head_block, num_heads, scale_log2, THRESHOLD: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Scores of the odd tiles, output columns 256..511."""
@@ -458,14 +478,14 @@ def _consume_odd(
             s = warpgroup_mma(_columns(q, z + 2, 128), _columns(kv, z + 11, 128).permute((1, 0)), s, is_async=True)
             mbarrier.wait(bars[ODD_FULL_2], parity)
             s = warpgroup_mma(_columns(q, z + 4, 128), _columns(kv, z + 13, 128).permute((1, 0)), s, is_async=True)
-            mbarrier.wait(bars[ODD_ROPE_FULL], parity)
-            s = warpgroup_mma(q_rope, kv.index(z + 17).permute((1, 0)), s, is_async=True)
             mbarrier.wait(bars[ODD_FULL_3], parity)
             s = warpgroup_mma(_columns(q, z + 6, 128), _columns(kv, z + 15, 128).permute((1, 0)), s, is_async=True)
+            mbarrier.wait(bars[ODD_ROPE_FULL], parity)
+            s = warpgroup_mma(q_rope, kv.index(z + 17).permute((1, 0)), s, is_async=True)
             s = warpgroup_mma_wait(0, deps=(s,))
 
             mbarrier.wait(bars[P_EVEN_READY], parity)
-            even_moved = _read_flag(flags.index(0))
+            even_moved = _any_moved(moved.index(0))
             m0 = shared_max.index(0).load(S_ROW)
             s = _mask(s, tokens - 64, ROWS, S_LAYOUT)
             if even_moved != 0:
@@ -474,7 +494,9 @@ def _consume_odd(
                 acc = acc * gl.convert_layout(correction, O_ROW)[:, None]
             # runs under the softmax of the odd tile
             acc = warpgroup_mma(p_even, _columns(kv, z + 4, 256), acc, is_async=True)
-            m1, moved = _move_maximum(s, m0, scale_log2, grew.index(1), flags.index(1), shared_max.index(1), THRESHOLD)
+            m1, rows_moved = _move_maximum(s, m0, scale_log2, THRESHOLD)
+            shared_max.index(1).store(m1)
+            moved.index(1).store(rows_moved)
             p = gl.exp2(s * scale_log2 - m1[:, None])
             p16 = p.to(kv.dtype)
             q.index(8).store(p16)
@@ -483,7 +505,7 @@ def _consume_odd(
             tile_sum = gl.sum(p, axis=1)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(bars[EVEN_RIGHT_FREE], count=1)
-            if moved != 0:
+            if _any_moved(moved.index(1)) != 0:
                 correction = gl.exp2(m0 - m1)
                 row_sum = row_sum * correction
                 acc = acc * gl.convert_layout(correction, O_ROW)[:, None]
@@ -506,13 +528,17 @@ def _consume_odd(
         mbarrier.arrive(bars[ODD_RIGHT_FREE], count=1)
 
 
-@gluon.jit(do_not_specialize=["num_heads", "stride_table", "tiles_per_page"])
-def _mla_decode_hopper_kernel(
+@gluon.jit(
+    do_not_specialize=["num_heads", "stride_table"],
+    do_not_specialize_on_alignment=["block_table_ptr", "seq_lens_ptr"],
+)
+def mla_decode_hopper_kernel(
     q_desc, q_rope_desc, kv_desc, kv_rope_desc, part_desc, out_desc,
-    kv_ptr, block_table_ptr, seq_lens_ptr, parts_ptr, part_lse_ptr, lse_ptr,
-    num_heads, scale_log2, stride_table, stride_page, tiles_per_page,
-    ROWS: gl.constexpr, THRESHOLD: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PREFETCH: gl.constexpr,
-    PDL: gl.constexpr,
+    kv_ptr, block_table_ptr, seq_lens_ptr, parts_ptr, requests_ptr, part_out_ptr, part_lse_ptr,
+    out_ptr, lse_ptr,
+    num_heads, scale_log2, stride_table, stride_page, stride_out_batch, stride_out_head,
+    ROWS: gl.constexpr, TILES_PER_PAGE: gl.constexpr, THRESHOLD: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    PREFETCH: gl.constexpr,
 ):  # fmt: skip
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -522,24 +548,22 @@ def _mla_decode_hopper_kernel(
     p_even = gl.allocate_shared_memory(q_desc.dtype, [64, 64], LAYOUT)
     shared_max = gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN)
     sums = gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN)
-    grew = gl.allocate_shared_memory(gl.int32, [2, 64], PLAIN)
-    flags = gl.allocate_shared_memory(gl.int32, [2, 1], PLAIN)
+    moved = gl.allocate_shared_memory(gl.int32, [2, 64], PLAIN)
     bars = (
         _barrier(), _barrier(), _barrier(), _barrier(), _barrier(), _barrier(), _barrier(), _barrier(), _barrier(),
         _barrier(), _barrier(), _barrier(), _barrier(), _barrier(), _barrier(), _barrier(), _barrier(), _barrier(),
         _barrier(), _barrier(), _barrier(),
     )  # fmt: skip
-    if PDL:
-        gdc_wait()
-    part_ptr = parts_ptr + gl.program_id(1) * PART_WIDTH
+    # what the kernel before wrote, the plan perhaps, is there
+    gdc_wait()
     part = (
-        gl.load(part_ptr), gl.load(part_ptr + 1), gl.load(part_ptr + 2), gl.load(part_ptr + 3), gl.load(part_ptr + 4),
-        gl.load(part_ptr + 5),
+        _field(parts_ptr, NUM_RUNS), _field(parts_ptr, REQUEST), _field(parts_ptr, FIRST_TILE),
+        _field(parts_ptr, END_REQUEST), _field(parts_ptr, END_TILE), _field(parts_ptr, TOKENS),
     )  # fmt: skip
     fence_async_shared()
     gl.thread_barrier()
     consumer_arguments = (
-        q, kv, p_even, shared_max, sums, grew, flags, bars, part_desc, out_desc, part_lse_ptr, lse_ptr, seq_lens_ptr,
+        q, kv, p_even, shared_max, sums, moved, bars, part_desc, out_desc, part_lse_ptr, lse_ptr, seq_lens_ptr,
         part, head_block, num_heads, scale_log2, THRESHOLD, ROWS,
     )  # fmt: skip
     gl.warp_specialize(
@@ -550,7 +574,7 @@ def _mla_decode_hopper_kernel(
                 _produce,
                 (
                     q, kv, bars, q_desc, q_rope_desc, kv_desc, kv_rope_desc, kv_ptr, block_table_ptr, seq_lens_ptr,
-                    part, head_block, stride_table, stride_page, tiles_per_page, ROWS, PREFETCH, PDL,
+                    part, head_block, stride_table, stride_page, ROWS, TILES_PER_PAGE, PREFETCH,
                 ),
             ),
         ],
@@ -558,97 +582,20 @@ def _mla_decode_hopper_kernel(
         [CONSUMER_REGISTERS, 504 - 2 * CONSUMER_REGISTERS],
     )  # fmt: skip
 
-
-_BOX_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-_THRESHOLD = 8.0
-# Registers a consumer thread has; the producer warp has what is left. Small pages cost it more.
-_CONSUMER_REGISTERS = {64: 240, 32: 240, 16: 232}
-
-
-def hopper_fits(q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, softmax_scale: float) -> bool:
-    """Whether this kernel takes a call that `mla.mla_decode` has checked.
-
-    It takes 512 + 64 in 16 bits on a GPU of compute capability 9.0, pages of 16, 32 or a multiple of 64 tokens,
-    addresses and strides that are multiples of 16 bytes, a positive scale (the maximum is taken before scaling) and
-    at most 4096 requests.
-    """
-    page_size = kv_cache.shape[1]
-    return (
-        q.is_cuda
-        and torch.cuda.get_device_capability(q.device) == (9, 0)
-        and q.element_size() == 2
-        and q.shape[2] == RANK + ROPE
-        and out.shape[2] == RANK
-        and (page_size in (16, 32) or page_size % 64 == 0)
-        and softmax_scale > 0
-        and len(kv_cache) > 0
-        and 1 <= len(q) <= MAX_BATCH_SIZE
-        and all(t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 and t.stride(1) % 8 == 0 for t in (q, kv_cache, out))
-    )
-
-
-def plan_hopper(seq_lens: torch.Tensor, num_heads: int) -> WorkPlan:
-    """The work plan for a decode step; the step's layers share it.
-
-    Args:
-        seq_lens: (batch_size,) int32.
-        num_heads: query heads of a request.
-    """
-    head_blocks = -(-num_heads // 64)
-    return make_work_plan(seq_lens, max(1, device_facts(seq_lens.device).num_sms // head_blocks))
-
-
-def mla_decode_hopper(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    softmax_scale: float,
-    plan: WorkPlan | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernel and the merge of divided requests; arguments as in `mla_decode_portable`.
-
-    Args:
-        q, kv_cache, block_table, seq_lens, out, lse, softmax_scale: of a call for which `hopper_fits` holds.
-        plan: made from the same lengths by `plan_hopper`; made here if None.
-
-    Returns:
-        out and lse.
-
-    Raises:
-        ValueError: `hopper_fits` does not hold.
-    """
-    if not hopper_fits(q, kv_cache, out, softmax_scale):
-        raise ValueError(
-            f"mla_decode_hopper: expected a call for which hopper_fits holds, got q {tuple(q.shape)} {q.dtype} on "
-            f"{q.device}, kv_cache {tuple(kv_cache.shape)}, softmax_scale {softmax_scale}; use mla.mla_decode"
-        )
-    _, num_heads, _ = q.shape
-    page_size = kv_cache.shape[1]
-    plan = plan or plan_hopper(seq_lens, num_heads)
-    rows = min(page_size, 64)
-    # With one block of heads the prefetch does not pay; it takes contiguous rows, and more registers than the producer
-    # has at 16 rows a box.
-    head_blocks = -(-num_heads // 64)
-    part_out = q.new_empty(plan.num_slots, num_heads, RANK)
-    part_lse = q.new_empty(plan.num_slots, num_heads, dtype=torch.float32)
-
-    def boxes(tensor: torch.Tensor, height: int, width: int) -> TensorDescriptor:
-        return TensorDescriptor.from_tensor(tensor, [1, height, width], _BOX_LAYOUT)
-
-    _mla_decode_hopper_kernel[(head_blocks, len(plan.parts))](
-        boxes(q, 64, 256), boxes(q, 64, ROPE),
-        boxes(kv_cache, rows, 128 if rows == 64 else 64), boxes(kv_cache, rows, ROPE),
-        boxes(part_out, 64, 256), boxes(out, 64, 256),
-        kv_cache, block_table, seq_lens, plan.parts, part_lse, lse,
-        num_heads, softmax_scale * LOG2_E, block_table.stride(0), kv_cache.stride(0), max(page_size // 64, 1),
-        ROWS=rows, THRESHOLD=_THRESHOLD, CONSUMER_REGISTERS=_CONSUMER_REGISTERS[rows],
-        PREFETCH=rows > 16 and head_blocks == 2 and kv_cache.stride(1) == RANK + ROPE,
-        PDL=True,
-        num_warps=4, maxnreg=168, launch_pdl=True,
-    )  # fmt: skip
-    merge_runs(part_out, part_lse, plan, out, lse)
-    return out, lse
+    # The requests that this part shares with others: the one that it begins inside and the one that it ends inside.
+    # All its runs are counted before it waits for those of others. Its fields are read again, since the consumers have
+    # no registers to keep them.
+    request, end_request = _field(parts_ptr, REQUEST), _field(parts_ptr, END_REQUEST)
+    begins_inside = _field(parts_ptr, FIRST_TILE) > 0
+    ends_inside = (_field(parts_ptr, END_TILE) > 0) & ((end_request > request) | (begins_inside == 0))
+    first, end = gl.where(begins_inside, 0, 1), gl.where(ends_inside, 2, 1)
+    gl.thread_barrier()
+    for i in range(first, end):
+        announce_run(plan_of_request(requests_ptr, gl.where(i == 0, request, end_request)), head_block)
+    gl.thread_barrier()
+    for i in range(first, end):
+        shared_request = gl.where(i == 0, request, end_request)
+        merge_request(
+            part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, plan_of_request(requests_ptr, shared_request),
+            shared_request, head_block, num_heads, stride_out_batch, stride_out_head,
+        )  # fmt: skip

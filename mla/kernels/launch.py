@@ -21,6 +21,7 @@ class Device(NamedTuple):
     has_tma: bool
 
 
+_NO_GUARD = nullcontext()
 # What a machine without a GPU pretends to be, so that the same configurations run on its interpreter.
 _H200 = Device(num_sms=132, shared_bytes=232_448, has_tma=True)
 
@@ -36,6 +37,7 @@ def device_facts(device: torch.device) -> Device:
 
 def device_guard(device: torch.device):
     """Context in which `device` is the current one; Triton launches on the current device, not on the tensors'."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
+    # a CUDA tensor is there, so torch.cuda.current_device() would find CUDA initialised and ask this
+    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
+        return _NO_GUARD
     return torch.cuda.device(device)

@@ -3,7 +3,7 @@
 The cost of a request is its tiles plus a constant for starting and writing a run of them. Laid end to end, the
 requests form a line of costs that is cut into one part a CTA. Three ways to cut are weighed, and the one whose dearest
 part is cheapest is taken: whole requests, each request into the same number of equal runs, and an even share of the
-line for each part. The runs of a request that a cut divides go to slots, two a part, which a merge combines: the run
+line for each part. The runs of a request that a cut divides leave partial results in slots, two a part: the run
 that a part begins inside a request takes its first slot, one that it ends inside a request, but does not begin there,
 its second.
 """
@@ -23,21 +23,23 @@ PART_WIDTH = tl.constexpr(8)
 # A program looks at all lengths at once.
 MAX_BATCH_SIZE = 4096
 
-# In units of a tile: starting and writing a run, and the merge of the runs of a request. Estimates, not yet tuned.
-_RUN_COST = tl.constexpr(5)
-_MERGE_COST = tl.constexpr(3)
+# In units of a tile (about 1.6 us on an H200): starting and writing a run, and merging a request that a part shares.
+_RUN_COST = tl.constexpr(4)
+_MERGE_COST = tl.constexpr(4)
 # Runs shorter than this are not worth their start: the cut moves to the request's edge.
 _SHORTEST_RUN = tl.constexpr(2)
-_WHOLE, _EQUAL_RUNS, _EVEN_SHARES = (tl.constexpr(i) for i in range(3))
+WHOLE, EQUAL_RUNS, EVEN_SHARES = (tl.constexpr(i) for i in range(3))
 
 
 @dataclass(frozen=True)
 class WorkPlan:
-    """What the Hopper kernel and its merge read; valid for the lengths it was made from.
+    """What the Hopper kernel reads; valid for the lengths it was made from.
 
     Args:
         parts: (num_parts, 8) int32, PART_FIELDS.
-        requests: (batch_size, 2) int32, REQUEST_FIELDS.
+        requests: (batch_size, 2 + head_blocks) int32, REQUEST_FIELDS, then a counter for each block of heads. Every
+            part from first_part to last_part has a run of the request. The low 16 bits of a counter are 0 between
+            launches, so launches that share a plan must not overlap.
     """
 
     parts: torch.Tensor
@@ -67,10 +69,10 @@ def _cut(i, edges, costs, tiles, index, batch_size, num_parts, total, runs_a_req
     """
     is_request = index < batch_size
     tile = 0
-    if mode == _WHOLE:
+    if mode == WHOLE:
         is_before = is_request & (_middle_part(edges, costs, total, num_parts) < i)
         request = tl.sum(is_before.to(tl.int32), axis=0)
-    elif mode == _EQUAL_RUNS:
+    elif mode == EQUAL_RUNS:
         # cut i begins run i % runs_a_request of request i // runs_a_request
         request = tl.minimum(i // runs_a_request, batch_size)
         own_tiles = tl.sum(tl.where(index == request, tiles, 0), axis=0)
@@ -78,8 +80,10 @@ def _cut(i, edges, costs, tiles, index, batch_size, num_parts, total, runs_a_req
         run_tiles = (tl.cdiv(own_tiles, runs_a_request) + 1) // 2 * 2
         tile = tl.minimum(i % runs_a_request * run_tiles, own_tiles)
     else:
-        # the request that holds this point of the line
-        point = (i.to(tl.int64) * total // num_parts).to(tl.int32)
+        # The request that holds this point of the line. Points are at least a run apart, so that no part between two
+        # others of a request is empty.
+        shares = tl.minimum(num_parts, total // _SHORTEST_RUN)
+        point = (i.to(tl.int64) * total // shares).to(tl.int32)
         is_before = is_request & (edges + costs <= point)
         request = tl.sum(is_before.to(tl.int32), axis=0)
         edge = tl.max(tl.where(is_before, edges + costs, 0), axis=0)
@@ -103,8 +107,8 @@ def _cut(i, edges, costs, tiles, index, batch_size, num_parts, total, runs_a_req
 @triton.jit
 def _work_plan_kernel(
     seq_lens_ptr, parts_ptr, requests_ptr,
-    batch_size, num_parts,
-    BATCH: tl.constexpr,
+    batch_size, num_parts, head_blocks,
+    BATCH: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     index = tl.arange(0, BATCH)
@@ -130,14 +134,16 @@ def _work_plan_kernel(
     run_tiles = (tl.cdiv(tl.max(tiles, axis=0), runs_a_request) + 1) // 2 * 2
     equal_cost = run_tiles + _RUN_COST + _MERGE_COST
     share = tl.cdiv(total, num_parts)
-    # uneven runs keep fewer head blocks of a request in step; an estimate, not yet tuned
-    even_cost = share + share // 32 + _RUN_COST + _MERGE_COST
-    mode = _EVEN_SHARES
+    # a part may share a request at either end, and begins one run more than its share of the line pays for
+    even_cost = share + share // 64 + _RUN_COST + 2 * _MERGE_COST
+    mode = EVEN_SHARES
     if whole_cost <= even_cost:
-        mode = _WHOLE
+        mode = WHOLE
     if (runs_a_request > 1) & (equal_cost < tl.minimum(whole_cost, even_cost)):
-        mode = _EQUAL_RUNS
+        mode = EQUAL_RUNS
 
+    if MODE is not None:
+        mode = MODE
     request, tile = _cut(part, edges, costs, tiles, index, batch_size, num_parts, total, runs_a_request, mode)
     end_request, end_tile = _cut(
         part + 1, edges, costs, tiles, index, batch_size, num_parts, total, runs_a_request, mode
@@ -156,27 +162,33 @@ def _work_plan_kernel(
     # whose first and last run are here
     begins = is_request & (index >= request + (tile > 0)) & (index < end_request + (end_tile > 0))
     ends = is_request & (index >= request) & (index < end_request)
-    tl.store(requests_ptr + index * 2, part + tl.zeros_like(index), mask=begins)
-    tl.store(requests_ptr + index * 2 + 1, part + tl.zeros_like(index), mask=ends)
+    width = 2 + head_blocks
+    row = requests_ptr + index * width
+    tl.store(row, part + tl.zeros_like(index), mask=begins)
+    tl.store(row + 1, part + tl.zeros_like(index), mask=ends)
+    for i in range(2, width):
+        tl.store(row + i, tl.zeros_like(index), mask=begins)
 
 
-def make_work_plan(seq_lens: torch.Tensor, num_parts: int) -> WorkPlan:
+def make_work_plan(seq_lens: torch.Tensor, num_parts: int, head_blocks: int, *, mode: int | None = None) -> WorkPlan:
     """Plan a decode step; one launch, nothing is read back.
 
     Args:
         seq_lens: (batch_size,) int32 with 1 to MAX_BATCH_SIZE requests; 0 tokens allowed.
         num_parts: CTAs that share the work of one block of heads.
+        head_blocks: blocks of 64 heads.
+        mode: WHOLE, EQUAL_RUNS or EVEN_SHARES, for the sweep; None: the cheapest by the rule above.
 
     Returns:
         A WorkPlan on seq_lens' device.
     """
     batch_size = len(seq_lens)
     parts = seq_lens.new_empty(num_parts, PART_WIDTH.value)
-    requests = seq_lens.new_empty(batch_size, len(REQUEST_FIELDS))
+    requests = seq_lens.new_empty(batch_size, len(REQUEST_FIELDS) + head_blocks)
     _work_plan_kernel[(num_parts,)](
         seq_lens, parts, requests,
-        batch_size, num_parts,
-        BATCH=triton.next_power_of_2(batch_size),
+        batch_size, num_parts, head_blocks,
+        BATCH=triton.next_power_of_2(batch_size), MODE=mode,
         num_warps=4,
     )  # fmt: skip
     return WorkPlan(parts, requests)

@@ -22,7 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from mla.kernels import hopper, merge, portable, work_plan
+from mla.kernels import hopper_launch, merge, portable, work_plan
+from mla.kernels.hopper import mla_decode_hopper_kernel
 from mla.stages import gluon_simple, gluon_warp_specialised, online_softmax, split_kv
 
 _TARGET = GPUTarget("cuda", 90, 32)
@@ -32,6 +33,7 @@ _INSTRUCTIONS = {
     "LDGSTS": r"\bLDGSTS",
     "BAR": r"\bBAR\.",
     "USETMAXREG": r"USETMAXREG",
+    "R2UR": r"\bR2UR\b",
     "spill": r"\b(?:LDL|STL)\b",
 }
 
@@ -99,7 +101,7 @@ def _types(kernel, dtype: str, partial: bool) -> dict[str, str]:
             types[name] = "*i32"
         elif name == "scale_log2":
             types[name] = "fp32"
-        elif name.startswith(("stride_", "num_")) or name in ("tiles_per_page", "batch_size"):
+        elif name.startswith(("stride_", "num_", "head_")) or name == "batch_size":
             types[name] = "i32"
     return types
 
@@ -123,7 +125,7 @@ def inspect_portable(config: portable.PortableConfig, dtype: str = "bf16", page_
 
 def inspect_hopper(rows: int, prefetch: bool, dtype: str = "bf16") -> dict[str, object]:
     """`inspect_kernel` of the Hopper kernel for boxes of `rows` tokens."""
-    kernel = hopper._mla_decode_hopper_kernel
+    kernel = mla_decode_hopper_kernel
     boxes = {
         "q_desc": (64, 256),
         "q_rope_desc": (64, 64),
@@ -133,9 +135,11 @@ def inspect_hopper(rows: int, prefetch: bool, dtype: str = "bf16") -> dict[str, 
         "out_desc": (64, 256),
     }
     types = _types(kernel, dtype, partial=False)
-    types |= {name: f"tensordesc<{dtype}[1, {h}, {w}],{hopper._BOX_LAYOUT!r}>" for name, (h, w) in boxes.items()}
-    registers = hopper._CONSUMER_REGISTERS[rows]
-    constants = dict(ROWS=rows, THRESHOLD=8.0, CONSUMER_REGISTERS=registers, PREFETCH=prefetch, PDL=True)
+    types |= {name: f"tensordesc<{dtype}[1, {h}, {w}],{hopper_launch.BOX_LAYOUT!r}>" for name, (h, w) in boxes.items()}
+    registers = hopper_launch.CONSUMER_REGISTERS[rows]
+    constants = dict(
+        ROWS=rows, TILES_PER_PAGE=1, THRESHOLD=8.0, CONSUMER_REGISTERS=registers, PREFETCH=prefetch
+    )  # fmt: skip
     return inspect_kernel(kernel, types, constants, num_warps=4, maxnreg=168)
 
 
@@ -175,11 +179,7 @@ def inspect_all(dtype: str = "bf16") -> list[dict[str, object]]:
         config = f"rows={rows}, prefetch={prefetch}"
         report.append({"kernel": "hopper", "config": config, **inspect_hopper(rows, prefetch, dtype)})
     report += [inspect_gluon_rung(module, dtype) for module in (gluon_simple, gluon_warp_specialised)]
-    for kernel, constants in (
-        (work_plan._work_plan_kernel, dict(BATCH=128)),
-        (merge._merge_runs_kernel, dict(RANK=512, HEADS=4, RUNS=4, COLUMNS=512, PDL=True)),
-        (merge._merge_runs_kernel, dict(RANK=512, HEADS=1, RUNS=64, COLUMNS=128, PDL=True)),
-    ):
+    for kernel, constants in ((work_plan._work_plan_kernel, dict(BATCH=128, MODE=None)),):
         facts = inspect_kernel(kernel, _types(kernel, dtype, partial=False), constants, num_warps=4)
         report.append({"kernel": kernel.__name__, "config": str(constants), **facts})
     kernel = merge._merge_kernel

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from mla.decode import mla_decode
+from mla.decode import mla_decode, plan_decode
 from mla.kernels import portable
 from mla.measure import peers
 from mla.problem import Problem
@@ -71,23 +71,33 @@ def _split_kv(problems: list[Problem]) -> Prepared:
     return replace(prepared, num_splits=split_kv.default_num_splits(problems[0]))
 
 
-def _mla_decode(problems: list[Problem]) -> Prepared:
+def _call(problem: Problem, **options) -> tuple[torch.Tensor, torch.Tensor]:
     """The public entry, its checks included."""
+    return mla_decode(
+        problem.q_absorbed,
+        problem.kv_cache,
+        problem.block_table,
+        problem.seq_lens,
+        softmax_scale=problem.softmax_scale,
+        kv_lora_rank=problem.config.kv_lora_rank,
+        **options,
+    )
 
-    def call(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-        return mla_decode(
-            p.q_absorbed,
-            p.kv_cache,
-            p.block_table,
-            p.seq_lens,
-            softmax_scale=p.softmax_scale,
-            kv_lora_rank=p.config.kv_lora_rank,
-        )
 
+def _portable(problems: list[Problem]) -> Prepared:
     p = problems[0]
     config = portable.choose_config(p.q_absorbed, p.kv_cache)
     num_splits = portable.default_num_splits(p.q_absorbed, p.kv_cache, p.block_table, config)
-    return replace(_each(call)(problems), num_splits=num_splits)
+    # a number of splits asks for this kernel
+    return replace(_each(lambda p: _call(p, num_splits=num_splits))(problems), num_splits=num_splits)
+
+
+def _hopper(problems: list[Problem]) -> Prepared:
+    # all problems of a case have the same lengths, so one plan serves them, as it serves the layers of a step
+    first = problems[0]
+    plan = plan_decode(first.seq_lens, first.config.num_heads)
+    prepared = _each(lambda p: _call(p, plan=plan))(problems)
+    return replace(prepared, plan=lambda: plan_decode(first.seq_lens, first.config.num_heads))
 
 
 def _require_equal_lengths(problems: list[Problem]) -> None:
@@ -159,22 +169,6 @@ def _gluon_rung(name: str) -> Callable[[list[Problem]], Prepared]:
     return prepare
 
 
-def _hopper(problems: list[Problem]) -> Prepared:
-    from mla.kernels.hopper import mla_decode_hopper, plan_hopper
-
-    # all problems of a case have the same lengths, so one plan serves them, as it serves the layers of a step
-    first = problems[0]
-    plan = plan_hopper(first.seq_lens, first.config.num_heads)
-
-    def decode(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-        out = p.q_absorbed.new_empty(*p.q_absorbed.shape[:2], p.config.kv_lora_rank)
-        lse = p.q_absorbed.new_empty(p.q_absorbed.shape[:2], dtype=torch.float32)
-        arguments = (p.q_absorbed, p.kv_cache, p.block_table, p.seq_lens, out, lse)
-        return mla_decode_hopper(*arguments, softmax_scale=p.softmax_scale, plan=plan)
-
-    return replace(_each(decode)(problems), plan=lambda: plan_hopper(first.seq_lens, first.config.num_heads))
-
-
 def _hopper_version() -> str | None:
     """An empty string on a Hopper GPU, None elsewhere."""
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -188,7 +182,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "torch_compile_paged": Implementation(_torch_compile_paged, rounds_scores=True, is_exclusive=True, needs_gpu=True),
     "online_softmax": Implementation(_each(online_softmax.decode)),
     "split_kv": Implementation(_split_kv),
-    "portable": Implementation(_mla_decode),
+    "portable": Implementation(_portable),
     "gluon_simple": Implementation(_gluon_rung("gluon_simple"), needs_gpu=True, version=_hopper_version),
     "gluon_warp_specialised": Implementation(
         _gluon_rung("gluon_warp_specialised"), needs_gpu=True, version=_hopper_version

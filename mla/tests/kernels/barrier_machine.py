@@ -88,17 +88,22 @@ def store_wait():
     return Op("store_wait")
 
 
+def write_wait():
+    return Op("write_wait")
+
+
 class Barrier:
     """An mbarrier for one arrival: a phase ends when that came and all columns expected with it have landed."""
 
     def __init__(self):
         self.phase, self.has_arrived, self.columns, self.known, self.waits = 0, False, 0, 0, {}
+        self.arriver = None
 
-    def arrive(self, name, known, columns=0):
+    def arrive(self, name, role, columns=0):
         if self.has_arrived:
             raise HazardError(f"overrun: {name} is arrived at twice in a phase")
-        self.has_arrived, self.columns = True, columns
-        self.note(name, known)
+        self.has_arrived, self.columns, self.arriver = True, columns, role
+        self.note(name, role.known)
 
     def note(self, name, known, landed=0):
         """Columns that landed, and what is known with them."""
@@ -122,6 +127,8 @@ class Role:
         self.ahead, self.previous = [], None
         # [access, effect or None once it took place], in order; an access ends for the role when it is settled
         self.queues = {"mma": [], "tma_store": [], "store": []}
+        # where TMA stores go that are not known to have arrived in memory
+        self.unwritten = []
 
     def settle(self, kind, left=0):
         while len(self.queues[kind]) > left:
@@ -182,14 +189,17 @@ class Machine:
     def do_wait(self, role, op):
         barrier = self.barriers[op.barrier]
         role.known |= barrier.known
-        barrier.waits[role] = barrier.waits.get(role, 0) + 1
+        # A role is not overrun by its own arrivals, so it may leave phases out; a wait that passes before any phase
+        # ended is for none.
+        if role is not barrier.arriver:
+            barrier.waits[role] = barrier.waits.get(role, 0) + (barrier.phase > 0)
 
     def do_arrive(self, role, op):
         role.settle("store")
-        self.barriers[op.barrier].arrive(op.barrier, role.known)
+        self.barriers[op.barrier].arrive(op.barrier, role)
 
     def do_expect(self, role, op):
-        self.barriers[op.barrier].arrive(op.barrier, role.known, op.width)
+        self.barriers[op.barrier].arrive(op.barrier, role, op.width)
 
     def do_load(self, role, op):
         for i in range(op.width // CHUNK):
@@ -229,9 +239,14 @@ class Machine:
             self.results[op.value] = self.columns(op.buffer, op.chunk, op.width)
 
         role.queues["tma_store"].append([self.begin(role, op), send])
+        role.unwritten.append(op.value)
 
     def do_store_wait(self, role, op):
         role.settle("tma_store")
+
+    def do_write_wait(self, role, op):
+        role.settle("tma_store")
+        role.unwritten = []
 
     def land(self):
         """One chunk of any TMA load under way."""

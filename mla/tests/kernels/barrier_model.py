@@ -6,7 +6,7 @@ freedom that the hardware has:
 
     TMA load     writes its chunks one by one, any time from its issue until its full barrier completes
     wgmma        reads shared memory any time from its issue until the wait for it, in order
-    TMA store    reads shared memory any time from its issue until store_wait
+    TMA store    reads shared memory any time from its issue until store_wait; is in memory after write_wait
     store        is seen by others only after the storing role's next fence or arrival
 
 Besides the result, every access is checked: what it conflicts with must have ended, and the role must know so through
@@ -14,7 +14,8 @@ barriers. `known` holds what a role knows as a set of bits, one an access; it tr
 missing order is found even where this schedule happened to be harmless.
 
 Sizes are shrunk to N = 4 for the kernel's 64; chunk numbers and widths are written as in the kernel. Not modelled: the
-four warps of a role (the compiler puts a barrier among them before each arrival), pages, slots and heads past the end.
+four warps of a role (the compiler puts a barrier among them before each arrival), pages, slots and heads past the end,
+and what happens after the roles have joined, which is the merge of partial results (`test_hopper_merge.py`).
 """
 
 import random
@@ -41,14 +42,20 @@ from mla.tests.kernels.barrier_machine import (
     store_wait,
     tma_store,
     wait,
+    write_wait,
 )
 
 
 class Item(NamedTuple):
-    """A run of tiles: q (9, N, N) in chunks, keys (tokens, 9 N)."""
+    """A run of tiles: q (9, N, N) in chunks, keys (tokens, 9 N), and whether it is one of several of a request."""
 
     q: np.ndarray
     keys: np.ndarray
+    is_partial: bool
+
+    @property
+    def num_tiles(self) -> int:
+        return -(-len(self.keys) // N)
 
     @property
     def num_pairs(self) -> int:
@@ -62,8 +69,8 @@ class Item(NamedTuple):
         return rows.reshape(N, 9, N).swapaxes(0, 1)
 
 
-def produce(items, results, threshold):
-    """The producer warp: every load, in the kernel's order."""
+def produce(items, prefetch, head_block):
+    """The producer warp: every load, in the kernel's order. Of the L2 prefetch only the wait before it is here."""
     pair = 0
     for w, item in enumerate(items):
         yield wait("Q_FREE", (w & 1) ^ 1)
@@ -75,8 +82,8 @@ def produce(items, results, threshold):
             even, odd = item.tile(2 * i), item.tile(2 * i + 1)
             yield wait("EVEN_LEFT_FREE", parity)
             yield load_columns("EVEN_FULL_0", even, 0, 0, 128)
-            yield load_columns("EVEN_ROPE_FULL", even, 8, 512, 64)
             yield load_columns("EVEN_FULL_1", even, 2, 128, 128)
+            yield load_columns("EVEN_ROPE_FULL", even, 8, 512, 64)
             if i == 0:
                 yield expect("Q_SECOND_FULL", 256)
                 yield load("Q_SECOND_FULL", item.q[4:], "q", 4, 256)
@@ -88,8 +95,10 @@ def produce(items, results, threshold):
             yield load_columns("ODD_FULL_1", odd, 11, 128, 128)
             yield wait("ODD_RIGHT_FREE", parity)
             yield load_columns("ODD_FULL_2", odd, 13, 256, 128)
-            yield load_columns("ODD_ROPE_FULL", odd, 17, 512, 64)
             yield load_columns("ODD_FULL_3", odd, 15, 384, 128)
+            yield load_columns("ODD_ROPE_FULL", odd, 17, 512, 64)
+            if prefetch and i == 0 and 2 + head_block < item.num_tiles:
+                yield wait("EVEN_FULL_3", pair & 1)
             pair += 1
 
 
@@ -97,13 +106,10 @@ def mask(s, tokens):
     return np.where(np.arange(N) >= N - min(tokens, N), s, -3e38)
 
 
-def move_maximum(s, row_max, threshold, half):
-    """The new maximum and whether any row's moved; both also go to the other consumer."""
+def move_maximum(s, row_max, threshold):
+    """The rows' new maximum, and which of them moved."""
     grows = s.max(axis=1) > row_max + threshold
-    new_max = np.where(grows, s.max(axis=1), row_max)
-    yield store("shared_max", half, new_max)
-    yield store("flags", half, grows.any())
-    return new_max, grows.any()
+    return np.where(grows, s.max(axis=1), row_max), grows
 
 
 def rescale(acc, row_sum, old_max, new_max):
@@ -112,14 +118,18 @@ def rescale(acc, row_sum, old_max, new_max):
     acc *= correction[:, None]
 
 
-def finish(acc, row_sum, row_max, results, w, chunk, half):
+def finish(acc, row_sum, row_max, is_partial, results, w, chunk, half):
     """One consumer's columns of an item, staged in its half of the odd tile; no tokens give 0 and -inf."""
     safe_sum = np.where(row_sum > 0, row_sum, 1)
+    results["lse", w, half] = np.where(row_sum > 0, row_max + np.log2(safe_sum), -np.inf)
     yield store("kv", chunk, acc / safe_sum[:, None], 256)
     yield fence()
-    yield tma_store("kv", chunk, 256, (w, half))
-    results[w, "lse", half] = np.where(row_sum > 0, row_max + np.log2(safe_sum), -np.inf)
-    yield store_wait()
+    if is_partial:
+        yield tma_store("kv", chunk, 256, ("part", w, half))
+        yield write_wait()
+    else:
+        yield tma_store("kv", chunk, 256, ("out", w, half))
+        yield store_wait()
 
 
 def start_item():
@@ -134,11 +144,8 @@ def consume_even(items, results, threshold):
         tokens, end, item_parity = len(item.keys), pair + item.num_pairs, w & 1
         s, acc, m1, row_sum = start_item()
         yield wait("Q_FIRST_FULL", item_parity)
-        q_rope = yield read("q", 8)
         yield wait("EVEN_FULL_0", pair & 1)
         yield scores(s, q=0, kv=0, width=128, use_acc=False)
-        yield wait("EVEN_ROPE_FULL", pair & 1)
-        yield scores(s, q=q_rope, kv=8, width=64)
         yield wait("EVEN_FULL_1", pair & 1)
         yield scores(s, q=2, kv=2, width=128)
         yield wait("Q_SECOND_FULL", item_parity)
@@ -146,16 +153,21 @@ def consume_even(items, results, threshold):
         yield scores(s, q=4, kv=4, width=128)
         yield wait("EVEN_FULL_3", pair & 1)
         yield scores(s, q=6, kv=6, width=128)
+        q_rope = yield read("q", 8)
+        yield wait("EVEN_ROPE_FULL", pair & 1)
+        yield scores(s, q=q_rope, kv=8, width=64)
         yield mma_wait(0)
         for j in range(pair, end):
             parity = j & 1
             masked = mask(s, tokens)
-            m0, moved = yield from move_maximum(masked, m1, threshold, half=0)
+            m0, rows_moved = move_maximum(masked, m1, threshold)
+            yield store("shared_max", 0, m0)
+            yield store("moved", 0, rows_moved)
             p = np.exp2(masked - m0[:, None])
             yield store("p_even", 0, p)
             yield fence()
             yield arrive("P_EVEN_READY")
-            if moved:
+            if (yield read("moved", 0)).any():
                 rescale(acc, row_sum, m1, m0)
             row_sum += p.sum(axis=1)
             yield output(acc, p, kv=0, width=256)
@@ -163,24 +175,24 @@ def consume_even(items, results, threshold):
             yield arrive("EVEN_LEFT_FREE")
 
             yield wait("P_ODD_READY", parity)
-            odd_moved = yield read("flags", 1)
+            odd_moved = yield read("moved", 1)
             m1 = yield read("shared_max", 1)
-            if odd_moved:
+            if odd_moved.any():
                 rescale(acc, row_sum, m0, m1)
             if j + 1 < end:
                 yield output(acc, ("q", 8), kv=9, width=256)
                 yield wait("EVEN_FULL_0", parity ^ 1)
                 yield scores(s, q=0, kv=0, width=128, use_acc=False)
-                yield wait("EVEN_ROPE_FULL", parity ^ 1)
-                yield scores(s, q=q_rope, kv=8, width=64)
                 yield wait("EVEN_FULL_1", parity ^ 1)
                 yield scores(s, q=2, kv=2, width=128)
-                yield mma_wait(3)
+                yield mma_wait(2)
                 yield arrive("ODD_LEFT_FREE")
                 yield wait("EVEN_FULL_2", parity ^ 1)
                 yield scores(s, q=4, kv=4, width=128)
                 yield wait("EVEN_FULL_3", parity ^ 1)
                 yield scores(s, q=6, kv=6, width=128)
+                yield wait("EVEN_ROPE_FULL", parity ^ 1)
+                yield scores(s, q=q_rope, kv=8, width=64)
                 yield mma_wait(0)
             else:
                 yield output(acc, ("q", 8), kv=9, width=256)
@@ -193,7 +205,7 @@ def consume_even(items, results, threshold):
         yield arrive("SUM_EVEN_READY")
         yield wait("SUM_ODD_READY", item_parity)
         row_sum = row_sum + (yield read("sums", 1))
-        yield from finish(acc, row_sum, m1, results, w, 9, 0)
+        yield from finish(acc, row_sum, m1, item.is_partial, results, w, 9, 0)
         yield arrive("ODD_LEFT_FREE")
 
 
@@ -214,27 +226,29 @@ def consume_odd(items, results, threshold):
             yield scores(s, q=2, kv=11, width=128)
             yield wait("ODD_FULL_2", parity)
             yield scores(s, q=4, kv=13, width=128)
-            yield wait("ODD_ROPE_FULL", parity)
-            yield scores(s, q=q_rope, kv=17, width=64)
             yield wait("ODD_FULL_3", parity)
             yield scores(s, q=6, kv=15, width=128)
+            yield wait("ODD_ROPE_FULL", parity)
+            yield scores(s, q=q_rope, kv=17, width=64)
             yield mma_wait(0)
 
             yield wait("P_EVEN_READY", parity)
-            even_moved = yield read("flags", 0)
+            even_moved = yield read("moved", 0)
             m0 = yield read("shared_max", 0)
             masked = mask(s, tokens - N)
-            if even_moved:
+            if even_moved.any():
                 rescale(acc, row_sum, m1, m0)
             yield output(acc, ("p_even", 0), kv=4, width=256)
-            m1, moved = yield from move_maximum(masked, m0, threshold, half=1)
+            m1, rows_moved = move_maximum(masked, m0, threshold)
+            yield store("shared_max", 1, m1)
+            yield store("moved", 1, rows_moved)
             p = np.exp2(masked - m1[:, None])
             yield store("q", 8, p)
             yield fence()
             yield arrive("P_ODD_READY")
             yield mma_wait(0)
             yield arrive("EVEN_RIGHT_FREE")
-            if moved:
+            if (yield read("moved", 1)).any():
                 rescale(acc, row_sum, m0, m1)
             row_sum += p.sum(axis=1)
             yield output(acc, p, kv=13, width=256)
@@ -247,16 +261,20 @@ def consume_odd(items, results, threshold):
         yield arrive("SUM_ODD_READY")
         yield wait("SUM_EVEN_READY", item_parity)
         row_sum = row_sum + (yield read("sums", 0))
-        yield from finish(acc, row_sum, m1, results, w, 13, 1)
+        yield from finish(acc, row_sum, m1, item.is_partial, results, w, 13, 1)
         yield arrive("ODD_RIGHT_FREE")
 
 
 def make_items(rng, lengths) -> list[Item]:
-    """Items of these lengths whose scores rise and fall by enough to move the maximum now and then."""
+    """Items of these lengths whose scores rise and fall by enough to move the maximum now and then.
+
+    The first and the last may be partial.
+    """
     items = []
-    for n in lengths:
+    for i, n in enumerate(lengths):
         size = rng.choice([0.3, 3.0], size=(n, 1)) * (1 + np.arange(n)[:, None] / 8)
-        items.append(Item(rng.normal(size=(9, N, N)), rng.normal(size=(n, 9 * N)) * size))
+        is_partial = i in (0, len(lengths) - 1) and rng.random() < 0.5
+        items.append(Item(rng.normal(size=(9, N, N)), rng.normal(size=(n, 9 * N)) * size, is_partial))
     return items
 
 
@@ -269,8 +287,9 @@ def check(item, w, results):
         lse = np.where(p.sum(axis=1) > 0, top + np.log2(p.sum(axis=1)), -np.inf)
     expected = p @ item.keys[:, : 8 * N] / np.maximum(p.sum(axis=1), 1e-300)[:, None]
     for half in range(2):
-        is_right = np.allclose(results[w, half], expected[:, half * 4 * N :][:, : 4 * N], rtol=1e-8, atol=1e-8)
-        if not is_right or not np.allclose(results[w, "lse", half], lse, rtol=1e-9):
+        out = results["part" if item.is_partial else "out", w, half]
+        is_right = np.allclose(out, expected[:, half * 4 * N :][:, : 4 * N], rtol=1e-8, atol=1e-8)
+        if not is_right or not np.allclose(results["lse", w, half], lse, rtol=1e-9):
             raise HazardError(f"wrong result: item {w}, half {half}")
 
 
@@ -281,11 +300,17 @@ def run(seed, lengths, threshold=8.0, fault=None, is_watching=True):
         fault: a function (role, op, op before it) -> the operations to execute instead.
         is_watching: whether races are looked for; without, only their effect on the result is.
     """
-    items, results = make_items(np.random.default_rng(seed), lengths), {}
-    programs = {"produce": produce, "even": consume_even, "odd": consume_odd}
-    roles = [Role(name, program(items, results, threshold)) for name, program in programs.items()]
+    items, results, rng = make_items(np.random.default_rng(seed), lengths), {}, random.Random(seed)
+    prefetch, head_block = rng.choice([(False, 0), (True, 0), (True, 1)])
+    roles = [
+        Role("produce", produce(items, prefetch, head_block)),
+        Role("even", consume_even(items, results, threshold)),
+        Role("odd", consume_odd(items, results, threshold)),
+    ]
     # what a fault made of the numbers is judged by `check`
     with np.errstate(all="ignore"):
-        Machine(roles, random.Random(seed), is_watching, results).play(fault)
+        Machine(roles, rng, is_watching, results).play(fault)
+    if any(place[0] == "part" for role in roles for place in role.unwritten):
+        raise HazardError("race: a role ends before its partial result is in memory")
     for w, item in enumerate(items):
         check(item, w, results)

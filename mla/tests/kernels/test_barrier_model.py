@@ -89,12 +89,29 @@ def _inserted(owner, new, kind, barrier=None, buffer=None):
     return lambda role, op, previous: [*new, op] if role == owner and _is(op, kind, barrier, buffer) else [op]
 
 
-def _unsent_flag(half):
+def _garbage(buffer, chunk):
+    return [Op("store", "", buffer, chunk, value=np.full((N, N), 7.0))]
+
+
+def _unsent(half):
+    """The other consumer, and the sender itself, are told that no row's maximum moved."""
+
     def fault(role, op, previous):
-        is_flag = _is(op, "store", buffer="flags", chunk=half)
-        return [op._replace(value=np.zeros_like(op.value)) if is_flag else op]
+        is_hit = _is(op, "store", buffer="moved", chunk=half)
+        return [op._replace(value=np.zeros_like(op.value)) if is_hit else op]
 
     return fault
+
+
+def _waits_for_less(role, op, previous):
+    """`even` frees the left half of the odd tile with all three of the products behind its reader under way."""
+    is_hit = role == "even" and _is(op, "mma_wait") and op.value == 2
+    return [model.mma_wait(3) if is_hit else op]
+
+
+def _partial_waits_for_reads(role, op, previous):
+    """A partial result is waited for as a whole one is: until shared memory was read."""
+    return [model.store_wait() if _is(op, "write_wait") else op]
 
 
 def _rope_from_memory(owner):
@@ -110,16 +127,21 @@ def _rope_from_memory(owner):
 
 
 def _ends_epilogue(previous):
-    return _is(previous, "store_wait")
+    return _is(previous, "store_wait") or _is(previous, "write_wait")
 
 
-_GARBAGE = np.full((N, N), 7.0)
+def _before_product_of_odd_left(op, previous):
+    return _is(op, "mma_wait") and op.value == 2
+
+
 _STAGED = [Op("store", "", "kv", 9, 256, np.full((N, 4 * N), 7.0)), model.fence()]
 # a name, what it must be reported as, the fault
 FAULTS = {
     "even-left-released-early": ("race", _released_under_mma("even", "EVEN_LEFT_FREE", 0)),
     "even-right-released-early": ("race", _released_under_mma("odd", "EVEN_RIGHT_FREE", 4)),
     "odd-left-released-early": ("race", _released_under_mma("even", "ODD_LEFT_FREE", 9)),
+    "odd-left-released-before-the-wait": ("race", _moved("even", "ODD_LEFT_FREE", _before_product_of_odd_left)),
+    "odd-left-released-a-product-early": ("race", _waits_for_less),
     "odd-right-released-early": ("race", _released_under_mma("odd", "ODD_RIGHT_FREE", 13)),
     "p-even-sent-before-stored": (
         "race",
@@ -130,7 +152,7 @@ FAULTS = {
     "p-odd-sent-without-fence": ("race", _dropped("fence", is_place=lambda op: _is(op, "store", buffer="q"))),
     "p-odd-stored-before-even-read-rope": (
         "race",
-        _inserted("odd", [Op("store", "", "q", 8, 64, _GARBAGE)], "wait", "ODD_FULL_0"),
+        _inserted("odd", _garbage("q", 8), "wait", "ODD_FULL_0"),
     ),
     "rope-read-by-even-after-p-odd": ("wrong", _rope_from_memory("even")),
     "rope-read-by-odd-after-p-odd": ("wrong", _rope_from_memory("odd")),
@@ -141,13 +163,23 @@ FAULTS = {
     "odd-does-not-release-after-epilogue": ("deadlock", _dropped("arrive", "ODD_RIGHT_FREE", "odd", _ends_epilogue)),
     "even-releases-before-store-wait": ("race", _dropped("store_wait", role="even")),
     "odd-releases-before-store-wait": ("race", _dropped("store_wait", role="odd")),
+    "even-releases-before-write-wait": ("race", _dropped("write_wait", role="even")),
+    "odd-releases-before-write-wait": ("race", _dropped("write_wait", role="odd")),
+    "partial-result-not-in-memory": ("race: a role ends", _partial_waits_for_reads),
     "odd-releases-twice": ("overrun|race", _inserted("odd", [model.arrive("ODD_RIGHT_FREE")], "store", buffer="sums")),
     "q-released-before-last-p-odd-read": (
         "race",
         _moved("even", "Q_FREE", lambda op, previous: _is(op, "mma_wait") and _is(previous, "mma", chunk=9)),
     ),
-    "even-does-not-tell-that-maximum-moved": ("wrong", _unsent_flag(0)),
-    "odd-does-not-tell-that-maximum-moved": ("wrong", _unsent_flag(1)),
+    "even-does-not-tell-that-maximum-moved": ("wrong", _unsent(0)),
+    "odd-does-not-tell-that-maximum-moved": ("wrong", _unsent(1)),
+    "odd-reads-moved-before-p-even": ("race", _inserted("odd", [model.read("moved", 0)], "wait", "P_EVEN_READY")),
+    "even-reads-moved-before-p-odd": ("race", _inserted("even", [model.read("moved", 1)], "wait", "P_ODD_READY")),
+    "even-overwrites-moved-early": ("race", _inserted("even", _garbage("moved", 0), "wait", "P_ODD_READY")),
+    "odd-overwrites-moved-early": ("race", _inserted("odd", _garbage("moved", 1), "wait", "ODD_FULL_0")),
+    "even-overwrites-maximum-early": ("race", _inserted("even", _garbage("shared_max", 0), "wait", "P_ODD_READY")),
+    "odd-overwrites-maximum-early": ("race", _inserted("odd", _garbage("shared_max", 1), "wait", "ODD_FULL_0")),
+    "producer-waits-for-other-phase": ("deadlock", _flipped("EVEN_FULL_3", "produce")),
 }
 
 
@@ -174,7 +206,8 @@ def test_planted_fault_is_found(name):
 
 _SAME = {
     "async_copy_global_to_shared": "load", "async_copy_shared_to_global": "tma_store", "scores": "mma", "output": "mma",
-    "warpgroup_mma": "mma", "warpgroup_mma_wait": "mma_wait", "fence_async_shared": "fence",
+    "warpgroup_mma": "mma", "warpgroup_mma_wait": "mma_wait", "fence_async_shared": "fence", "any_moved": "read",
+    "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.u32 $0, 0;": "write_wait",
 }  # fmt: skip
 
 
@@ -198,11 +231,17 @@ class _Protocol(ast.NodeVisitor):
         self.found += [("for", *inner)] if inner else []
 
     def visit_If(self, node):
+        self.visit(node.test)
         body, otherwise = self._of(node.body), self._of(node.orelse)
-        if body != otherwise:
-            self.found.append(("if", tuple(body), tuple(otherwise)))
-        else:
+        if body == otherwise:
             self.found += body
+            return
+        found = ("if", tuple(body), tuple(otherwise))
+        if isinstance(node.test, ast.BoolOp):
+            # `if a and b:` is `if a: if b:`
+            for _ in node.test.values[1:]:
+                found = ("if", (found,), ())
+        self.found.append(found)
 
     def visit_Assign(self, node):
         self.generic_visit(node)
@@ -213,25 +252,30 @@ class _Protocol(ast.NodeVisitor):
         self.generic_visit(node)
         names = [n.id for n in ast.walk(node.func) if isinstance(n, ast.Name)]
         name = node.func.attr if isinstance(node.func, ast.Attribute) else names[0].lstrip("_")
-        kind, buffer = _SAME.get(name, name), _buffer_of(node, names)
-        if buffer and kind in ("store", "load", "read", "read_flag"):
-            self.found.append(("store" if kind == "store" else "read", buffer))
+        if name == "inline_asm_elementwise":
+            name = node.args[0].value
+        kind = _SAME.get(name, name)
+        place = _place_of(node) if kind in ("store", "load", "read") else None
+        if place:
+            self.found.append(("store" if kind == "store" else "read", *place))
         elif _barrier_of(node) and kind in ("wait", "arrive", "expect", "load", "load_columns"):
             self.found.append((kind, _barrier_of(node), *self._details(kind, node)))
         elif kind == "mma":
             self.found.append((kind, *_values_of(node)))
         elif kind == "mma_wait":
             self.found.append((kind, node.args[0].value))
-        elif kind in ("fence", "tma_store", "store_wait", "move_maximum", "finish"):
+        elif kind == "finish":
+            self.found.append((kind, *(a.value for a in node.args if _is_int(a))))
+        elif kind in ("fence", "tma_store", "store_wait", "write_wait"):
             self.found.append((kind,))
 
     def _details(self, kind, node):
-        """Whether a wait is for the other parity, whether an arrival has a condition, which columns are loaded."""
+        """Whether a wait is for the other parity, the condition of an arrival, which columns are loaded."""
         if kind == "wait":
             parity = re.sub(r"\bparity\b", lambda m: self.parities.get(m[0], m[0]), ast.unparse(node.args[1]))
             return (parity.count("^ 1") % 2 == 1,)
         if kind == "arrive":
-            return (any(k.arg == "pred" for k in node.keywords),)
+            return tuple(ast.unparse(k.value) for k in node.keywords if k.arg == "pred")
         return tuple(a.value for a in node.args if _is_int(a))[:3] if kind == "load_columns" else ()
 
 
@@ -249,13 +293,19 @@ def _barrier_of(call):
     return None
 
 
-def _buffer_of(call, names):
-    """Shared memory that is stored to or read: `q.index(8).store(..)`, `_read_flag(flags.index(1))`, `read("q", 8)`."""
-    first = [getattr(n, "id", getattr(n, "value", None)) for a in call.args[:1] for n in ast.walk(a)]
-    for name in (names[0], *(n for n in first if isinstance(n, str))):
-        if name in ("q", "kv", "staged", "p_even", "shared_max", "sums", "flags"):
-            return {"staged": "kv"}.get(name, name)
-    return None
+def _place_of(call):
+    """Shared memory that is stored to or read: `q.index(8).store(..)`, `_any_moved(moved.index(1))`, `read("q", 8)`.
+
+    Returns its name and the chunk, 0 if that is none or not a number; None if it is not shared memory.
+    """
+    first = call.args[0]
+    if isinstance(first, ast.Constant):
+        name, chunk = first.value, call.args[1]
+    else:
+        chunk = call.func if isinstance(call.func, ast.Attribute) else first
+        name = next(n.id for n in ast.walk(chunk) if isinstance(n, ast.Name))
+    name = {"staged": "kv"}.get(name, name)
+    return (name, _constant(chunk)) if name in ("q", "kv", "p_even", "shared_max", "sums", "moved") else None
 
 
 def _values_of(call):
@@ -304,11 +354,16 @@ def _sites(kind):
     return sorted({(roles[n], e[1]) for n in roles for e in _flat(_protocols(KERNEL)[n]) if e[0] == kind})
 
 
+# Only lets the loads of all SMs pass before the L2 prefetch. Its parity matters all the same: the other may never come.
+_FOR_SPEED = ("produce", "EVEN_FULL_3")
+
+
 @pytest.mark.parametrize(("role", "barrier"), _sites("wait"), ids=lambda x: x)
 @pytest.mark.parametrize("change", ["wrong-parity", "left-out"])
 def test_every_wait_is_needed(change, role, barrier):
     fault = _flipped(barrier, role) if change == "wrong-parity" else _dropped("wait", barrier, role)
-    assert _find(fault)
+    report = _find(fault)
+    assert report if change == "wrong-parity" or (role, barrier) != _FOR_SPEED else report is None
 
 
 @pytest.mark.parametrize(("role", "barrier"), _sites("arrive"), ids=lambda x: x)

@@ -5,7 +5,7 @@ import torch
 
 
 def test_a_call_that_does_not_fit_is_refused():
-    from mla.kernels.hopper import mla_decode_hopper
+    from mla.kernels.hopper_launch import mla_decode_hopper
 
     q, kv_cache = torch.zeros(1, 4, 576, dtype=torch.float16), torch.zeros(1, 7, 576, dtype=torch.float16)
     table, seq_lens = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from mla import PRESETS
+from mla import PRESETS, mla_decode, plan_decode
 from mla.measure.gate import check_result
 from mla.problem import make_problem
 
@@ -24,11 +24,11 @@ def _problem(num_heads=128, lengths=LENGTHS, dtype=torch.bfloat16, page_size=64,
 
 
 def _decode(p, plan=None):
-    from mla.kernels.hopper import hopper_fits, mla_decode_hopper
+    """The kernel itself, on an output full of NaN."""
+    from mla.kernels.hopper_launch import mla_decode_hopper
 
     out = torch.full((*p.q_absorbed.shape[:2], 512), torch.nan, dtype=p.q_absorbed.dtype, device="cuda")
     lse = torch.full(p.q_absorbed.shape[:2], torch.nan, device="cuda")
-    assert hopper_fits(p.q_absorbed, p.kv_cache, out, p.softmax_scale)
     return mla_decode_hopper(
         p.q_absorbed, p.kv_cache, p.block_table, p.seq_lens, out, lse, softmax_scale=p.softmax_scale, plan=plan
     )
@@ -93,3 +93,74 @@ def test_same_input_same_bits_200_times(lengths):
         out, lse = _decode(p)
         assert torch.equal(out, first[0])
         assert torch.equal(lse, first[1])
+
+
+def _public(p, **options):
+    return mla_decode(
+        p.q_absorbed, p.kv_cache, p.block_table, p.seq_lens, softmax_scale=p.softmax_scale, **options
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths", [[1000, 3], [2048] * 8, [300] * 150], ids=["two", "divided", "whole"])
+def test_the_public_entry_takes_this_kernel(lengths):
+    """The same bits, with and without a plan, on the first call and on prepared ones, into other addresses too."""
+    first, second = _problem(lengths=lengths), _problem(lengths=lengths, seed=1)
+    plan = plan_decode(first.seq_lens, 128)
+    assert plan.hopper is not None
+    for p in (first, second, first):
+        out, lse = _decode(p)
+        for options in ({}, {"plan": plan}, {"plan": plan, "out": torch.full_like(out, torch.nan)}):
+            public_out, public_lse = _public(p, **options)
+            assert torch.equal(public_out, out)
+            assert torch.equal(public_lse, lse)
+    # a number of splits asks for the portable kernel
+    _check(*_public(first, num_splits=2), first)
+
+
+def test_a_plan_serves_many_launches():
+    """Its counters come back to a multiple of 2^16, whatever was merged before."""
+    p = _problem(lengths=[9000, 64, 700])
+    plan = plan_decode(p.seq_lens, 128)
+    out, lse = _public(p, plan=plan)
+    _check(out, lse, p)
+    for _ in range(2000):
+        again, _ = _public(p, plan=plan)
+    assert torch.equal(again, out)
+    assert not (plan.hopper.work.requests[:, 2:] % 65536).any()
+
+
+def test_a_plan_of_another_step_is_refused():
+    p = _problem(lengths=[9000, 64, 700])
+    for lengths, num_heads in (([9000, 64], 128), ([9000, 64, 700], 64)):
+        plan = plan_decode(torch.tensor(lengths, dtype=torch.int32, device="cuda"), num_heads)
+        with pytest.raises(ValueError, match="plan: expected one of 3 requests and 128 heads"):
+            _public(p, plan=plan)
+    with pytest.raises(TypeError, match="plan: expected a DecodePlan"):
+        _public(p, plan=[1])
+
+
+def test_calls_that_do_not_fit_take_the_portable_kernel():
+    """Odd addresses, strides, pages and scales are right, too."""
+    p = _problem(num_heads=16, lengths=[300, 70])
+    shifted = torch.empty(p.q_absorbed.numel() + 1, dtype=p.q_absorbed.dtype, device="cuda")[1:]
+    q = shifted.view(p.q_absorbed.shape).copy_(p.q_absorbed)
+    _check(*_public(dataclasses.replace(p, q_absorbed=q)), p)
+    odd = _problem(num_heads=16, lengths=[300, 70], page_size=48)
+    _check(*_public(odd), odd)
+
+
+def test_two_streams_with_a_plan_each():
+    problems = [_problem(lengths=[1024] * 8, seed=i) for i in range(2)]
+    expected = [_decode(p) for p in problems]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in problems]
+    results = [[], []]
+    for _ in range(50):
+        for i, p in enumerate(problems):
+            with torch.cuda.stream(streams[i]):
+                results[i].append(_public(p))
+    torch.cuda.synchronize()
+    for i, (out, lse) in enumerate(expected):
+        for other_out, other_lse in results[i]:
+            assert torch.equal(other_out, out)
+            assert torch.equal(other_lse, lse)

@@ -59,6 +59,9 @@ def test_the_hopper_kernel_spills_nothing(report):
         assert entry["registers"] <= 168, entry
         assert entry["HGMMA"] == 128, entry
         assert entry["UTMALDG"] >= 27, entry
+        # Uniform registers hold the shared-memory descriptors of wgmma. Where ptxas takes the control flow for
+        # divergent it moves them through vector registers at every use: 731 times in a version that was 15% slower.
+        assert entry["R2UR"] <= 300, entry
         # what tests/kernels/barrier_model.py takes for granted: a consumer arrives when all of its warps have
         assert entry["arrivals"] == 11, entry
         assert entry["lone_arrivals"] == 0, entry

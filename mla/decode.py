@@ -84,8 +84,8 @@ def mla_decode(
     depends on shapes, strides, dtypes, devices and addresses only. Calls on two streams do not meet, unless they share
     a plan. Inside torch.compile the call is the operator `mla::decode`, which makes its own plan.
 
-    Scratch of the Hopper kernel is at most 2 * num_sms * 64 * 513 * 4 bytes, in the plan; of the portable kernel
-    batch_size * num_splits * num_heads * (kv_lora_rank + 1) * 4 bytes, at about one wave of SMs at most
+    Scratch of the Hopper kernel is about 2 * num_sms * 64 * (512 * 2 + 4) bytes (17 MB on an H200), in the plan; of the
+    portable kernel batch_size * num_splits * num_heads * (kv_lora_rank + 1) * 4 bytes, at about one wave of SMs at most
     132 * 64 * 513 * 4 bytes (17 MB) on an H200.
 
     Args:

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from mla import PRESETS, mla_decode
+from mla import PRESETS, DecodePlan, mla_decode, plan_decode
 from mla.measure.gate import check_result
 from mla.problem import make_problem
 from mla.tests.conftest import dtype_id, kernel_dtypes
@@ -183,3 +183,43 @@ def test_importing_triton_first_is_a_clear_error():
         env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
     )
     assert "expected to be imported before triton" in done.stderr
+
+
+def test_a_plan_is_taken_everywhere(device):
+    """Where no kernel needs a plan it is empty, and changes nothing."""
+    p = _problem(device)
+    plan = plan_decode(p.seq_lens, 4)
+    assert isinstance(plan, DecodePlan)
+    out, lse = _decode(p, plan=plan)
+    expected_out, expected_lse = _decode(p)
+    assert torch.equal(out, expected_out)
+    assert torch.equal(lse, expected_lse)
+    with pytest.raises(TypeError, match="plan: expected a DecodePlan"):
+        _decode(p, plan=3)
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "num_heads", "error", "message"),
+    [
+        (torch.zeros(2, 2, dtype=torch.int32), 4, ValueError, r"expected contiguous seq_lens of shape \(batch_size,\)"),
+        (torch.zeros(4, dtype=torch.int32)[::2], 4, ValueError, "with strides"),
+        (torch.zeros(2, dtype=torch.int32), 0, ValueError, "a positive num_heads"),
+        (torch.zeros(2, dtype=torch.int64), 4, TypeError, "seq_lens: expected torch.int32, got torch.int64"),
+    ],
+    ids=["shape", "stride", "heads", "dtype"],
+)
+def test_plan_decode_refuses_bad_input(seq_lens, num_heads, error, message):
+    with pytest.raises(error, match=message):
+        plan_decode(seq_lens, num_heads)
+
+
+def test_checks_are_not_skipped_after_a_good_call(device):
+    """What was checked once is known by shapes, strides and dtypes; a call that differs in any is checked anew."""
+    p = _problem(device)
+    _decode(p)
+    with pytest.raises(TypeError, match=r"seq_lens: expected torch\.int32"):
+        _decode(dataclasses.replace(p, seq_lens=p.seq_lens.long()))
+    with pytest.raises(ValueError, match="block_table: expected shape"):
+        _decode(dataclasses.replace(p, block_table=p.block_table[:-1]))
+    with pytest.raises(RuntimeError, match="need no gradient"):
+        _decode(dataclasses.replace(p, q_absorbed=p.q_absorbed.clone().requires_grad_()))

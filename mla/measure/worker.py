@@ -60,15 +60,14 @@ def _stretches(
         torch.cuda.empty_cache()
         try:
             if timer == "eager":
-                stretches[name] = timing.eager_stretch(contestant.calls)
+                stretch = timing.eager_stretch(contestant.calls)
             else:
-                stretches[name] = timing.graph_stretch(contestant.calls, pool)
+                stretch = timing.graph_stretch(contestant.calls, pool)
+                _check_replay(name, stretch, problem)
+            stretches[name] = stretch
         except torch.OutOfMemoryError:
             failures[name] = "out_of_memory"
-            if timer == "cuda_graph":
-                _check_replay(name, stretches[name], problem)
         except (RuntimeError, ValueError) as error:
-            stretches.pop(name, None)
             failures[name] = f"failed: {' '.join(str(error).split())[:200]}"
     return stretches, failures
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mla.measure import timing, worker
-from mla.measure.implementations import Prepared
+from mla.measure.cases import CPU_CASES, draw_problems
+from mla.measure.implementations import IMPLEMENTATIONS, Prepared
 
 
 class FakeEvent:
@@ -76,3 +77,26 @@ def test_calls_of_a_stretch_are_a_multiple_of_the_inputs():
     assert timing._calls_per_stretch(26, call_ms=0.02) == 78
     assert timing._calls_per_stretch(3, call_ms=100.0) == 3
     assert timing._calls_per_stretch(26, call_ms=1e-6) <= 400
+
+
+def test_a_captured_graph_is_held_against_the_reference(monkeypatch):
+    """What a replay writes is checked on the last of the inputs; a wrong graph is a failure, not a time."""
+    problems = draw_problems(CPU_CASES[1], "cpu", seed=0, at_most=2)
+    right = {"absorbed": IMPLEMENTATIONS["absorbed"].prepare(problems)}
+    first_only = Prepared([right["absorbed"].calls[0]])
+
+    def out_of_memory():
+        raise torch.OutOfMemoryError("no memory")
+
+    def capture(calls, pool):
+        out, lse = calls[-1]()
+        value = out.clone()
+        return timing.Stretch(lambda: out.copy_(value), 1, calls, (out, lse))
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(timing, "graph_stretch", capture)
+    contestants = right | {"portable": first_only, "naive": Prepared([out_of_memory])}
+    stretches, failures = worker._stretches(contestants, "cuda_graph", problems[-1])
+    assert set(stretches) == {"absorbed"}
+    assert failures["naive"] == "out_of_memory"
+    assert failures["portable"].startswith("failed: replayed graph: failed: relative error")

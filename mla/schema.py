@@ -1,13 +1,13 @@
 """Columns of the measured files in data/, which the benchmark writes and the report reads (see data/README.md)."""
 
 DECODE_COLUMNS = [
-    "implementation", "batch_size", "context_len", "num_heads", "q_len", "dtype", "page_size", "num_splits", "timer",
-    "l2_state", "latency_us_p20", "latency_us_p50", "latency_us_p80", "repeats", "plan_us", "bytes_moved", "flops",
-    "matmul_tflops", "read_gbps", "rel_err", "passed", "status", "run_id",
+    "implementation", "batch_size", "context_len", "lengths", "num_heads", "q_len", "dtype", "page_size", "num_splits",
+    "timer", "l2_state", "latency_us_p20", "latency_us_p50", "latency_us_p80", "repeats", "plan_us", "bytes_moved",
+    "flops", "matmul_tflops", "read_gbps", "rel_err", "passed", "status", "run_id",
 ]  # fmt: skip
 
 TUNE_COLUMNS = [
-    "batch_size", "context_len", "num_heads", "dtype", "page_size", "block_h", "block_n", "num_warps", "num_stages",
-    "loads", "num_splits", "latency_us_p20", "latency_us_p50", "latency_us_p80", "repeats", "matmul_tflops", "rel_err",
-    "status", "run_id",
+    "kernel", "batch_size", "context_len", "lengths", "num_heads", "dtype", "page_size", "block_h", "block_n",
+    "num_warps", "num_stages", "loads", "num_splits", "mode", "prefetch", "by_rule", "latency_us_p20",
+    "latency_us_p50", "latency_us_p80", "repeats", "matmul_tflops", "rel_err", "status", "run_id",
 ]  # fmt: skip

@@ -1,40 +1,42 @@
 """`triton-mla-bench`: check and time MLA decode implementations on this machine's GPU.
 
 By default the 16 shapes with everything that is installed. Each case is checked against the fp32 reference before it
-is timed; a case that fails is reported, kept and not counted.
+is timed; a case that fails or is refused is reported, kept and not counted.
 """
 
 import argparse
 import itertools
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import torch
 
-from mla.measure import records
-from mla.measure.cases import CPU_CASES, SIXTEEN_SHAPES, Case
+from mla.measure import records, selection
+from mla.measure.cases import Case
 from mla.measure.gate import Verdict
-from mla.measure.implementations import IMPLEMENTATIONS, available
+from mla.measure.implementations import IMPLEMENTATIONS
 from mla.measure.subprocesses import gate_in_process, time_in_process
 from mla.measure.worker import TIMERS
 from mla.schema import DECODE_COLUMNS
 
 # Gates that share the GPU: they check, they do not time.
 _GATE_JOBS = 4
+# Memory of a gate over that of its inputs: `absorbed` copies a ragged batch's contiguous cache and makes fp32 scores.
+_GATE_MEMORY = 4
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="triton-mla-bench", description=__doc__)
-    shapes = parser.add_argument_group("shapes (default: the 16 of the figure)")
-    shapes.add_argument("--batch-size", type=int, nargs="+", metavar="N", help="requests")
-    shapes.add_argument("--context-len", type=int, nargs="+", metavar="N", help="cached tokens a request")
-    shapes.add_argument("--num-heads", type=int, nargs="+", metavar="N", help="query heads")
-    shapes.add_argument("--page-size", type=int, nargs="+", metavar="N", help="tokens a page")
-    shapes.add_argument("--dtype", choices=("bfloat16", "float16"), help="default: bfloat16, without a GPU float16")
-    parser.add_argument("--implementations", nargs="+", metavar="ID", help=f"of {', '.join(IMPLEMENTATIONS)}")
+    parser = argparse.ArgumentParser(
+        prog="triton-mla-bench",
+        description=__doc__,
+        epilog="Commands of their own: `triton-mla-bench tune` sweeps configurations, `triton-mla-bench first-call` "
+        "times compilation; each has its --help.",
+    )
+    selection.add_arguments(parser)
     parser.add_argument("--timer", choices=TIMERS, nargs="+", default=list(TIMERS))
     parser.add_argument(
         "--output",
@@ -47,38 +49,23 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=float("inf"),
         metavar="S",
-        help="start no further group of shapes after this many seconds",
+        help="start no further batch of cases after this many seconds",
     )
     parser.add_argument(
         "--group",
         type=int,
         default=4,
         metavar="N",
-        help="shapes that are checked before the first of them is timed; fewer waste less where a run is cut short",
+        help="cases that are checked before the first of them is timed; fewer waste less where a run is cut short",
     )
     parser.add_argument("--gate-timeout", type=float, default=180.0, metavar="S", help="limit of one check")
-    parser.add_argument("--time-timeout", type=float, default=300.0, metavar="S", help="limit of timing one shape")
+    parser.add_argument("--time-timeout", type=float, default=300.0, metavar="S", help="limit of timing one case")
     parser.add_argument(
         "--again", action="store_true", help="measure again what has rows; the old go to FILE.replaced.csv"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check", action="store_true", help="only check; without a GPU on Triton's interpreter")
     return parser
-
-
-def _cases(args: argparse.Namespace) -> list[Case]:
-    given = {k: getattr(args, k) for k in ("batch_size", "context_len", "num_heads", "page_size")}
-    has_gpu = torch.cuda.is_available()
-    dtype = args.dtype or ("bfloat16" if has_gpu else "float16")
-    if not has_gpu and dtype == "bfloat16":
-        raise ValueError("--dtype: expected float16 without a GPU, since Triton's interpreter cannot multiply bfloat16")
-    if not has_gpu and not any(given.values()):
-        return list(CPU_CASES)
-    # without a GPU the shapes that are not given are small ones
-    usual = SIXTEEN_SHAPES if has_gpu else (Case(2, 70, num_heads=16),)
-    defaults = {k: sorted({getattr(c, k) for c in usual}) for k in given}
-    values = [given[k] or defaults[k] for k in given]
-    return [replace(Case(*v), dtype=dtype) for v in itertools.product(*values)]
 
 
 def _progress(total: int):
@@ -107,21 +94,31 @@ class _Progress:
             self._bar.close()
 
 
+def _gate_jobs(cases: list[Case], device: str) -> int:
+    """Gates at a time: fewer where their inputs are so large that they would crowd each other out of memory."""
+    if device == "cpu":
+        return _GATE_JOBS
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return max(1, min(_GATE_JOBS, memory // (_GATE_MEMORY * max(case.input_bytes for case in cases))))
+
+
 def gate_group(
-    cases: list[Case], names: list[str], device: str, args: argparse.Namespace, progress: _Progress
+    selected: dict[Case, list[str]], device: str, args: argparse.Namespace, progress: _Progress
 ) -> dict[tuple[str, Case], Verdict]:
-    """Check every implementation on every case; those that need the GPU to themselves come last, one by one."""
+    """Check each case's implementations; those that need the GPU to themselves come last, one by one."""
 
     def gate(name: str) -> list[tuple[tuple[str, Case], Verdict]]:
         found = []
+        cases = [case for case, names in selected.items() if name in names]
         for case, verdict in gate_in_process(name, cases, device=device, seed=args.seed, timeout_s=args.gate_timeout):
             found.append(((name, case), verdict))
             progress.step(f"check {name} {case.name}: {verdict.status[:60]}")
         return found
 
+    names = [n for n in IMPLEMENTATIONS if any(n in chosen for chosen in selected.values())]
     shared = [n for n in names if not IMPLEMENTATIONS[n].is_exclusive]
     exclusive = [n for n in names if IMPLEMENTATIONS[n].is_exclusive]
-    with ThreadPoolExecutor(_GATE_JOBS) as pool:
+    with ThreadPoolExecutor(_gate_jobs(list(selected), device)) as pool:
         results = list(pool.map(gate, shared))
     return dict(itertools.chain(*results, *map(gate, exclusive)))
 
@@ -146,7 +143,8 @@ def _row(case: Case, name: str, timer: str, verdict: Verdict, timing: dict[str, 
 
 def _print_rows(rows: list[dict[str, object]]) -> None:
     for row in rows:
-        head = f"{row['implementation']:22} b{row['batch_size']:<4} n{row['context_len']:<7} h{row['num_heads']:<4} "
+        head = f"{row['implementation']:23} b{row['batch_size']:<4} n{row['context_len']:<7} h{row['num_heads']:<4} "
+        head += "" if row["lengths"] == "even" else f"{row['lengths']} "
         if row["status"] != "ok":
             print(f"{head}{row['timer']:10} {row['status']}", flush=True)
             continue
@@ -167,32 +165,31 @@ def _key(row: dict[str, object]) -> tuple[str, ...]:
 
 def run_benchmark(args: argparse.Namespace, command: list[str]) -> int:
     """Gate and time, group by group; returns the number of rows that failed."""
-    names = list(available(args.implementations, has_gpu=True))
+    selected = selection.select(args, has_gpu=True)
     path, run_id, done = None, "not-kept", set()
     if args.output:
         path = records.output_path(args.output, "decode")
+        records.check_columns(path, DECODE_COLUMNS)
         print(f"writing {path}; to go on with it another day, name the file", file=sys.stderr)
         run_id = records.start_run(path, command, args.seed)
         done = set() if args.again else {_key(row) for row in records.read_rows(path)}
 
-    def missing(case: Case) -> list[tuple[str, str]]:
+    def missing(case: Case, names: list[str]) -> list[tuple[str, str]]:
         """(implementation, timer) that have no row yet."""
         columns = case.to_columns()
         pairs = itertools.product(names, args.timer)
         return [(n, t) for n, t in pairs if _key({**columns, "implementation": n, "timer": t}) not in done]
 
-    todo = {case: pairs for case in _cases(args) if (pairs := missing(case))}
+    todo = {case: pairs for case, names in selected.items() if (pairs := missing(case, names))}
     begin, num_failed = time.monotonic(), 0
-    progress = _Progress(sum(len({n for n, _ in pairs}) + 1 for pairs in todo.values()))
+    progress = _Progress(sum(len(_names(pairs)) + 1 for pairs in todo.values()))
     for group in _batched(list(todo), args.group):
         if time.monotonic() - begin > args.time_budget:
             print("time budget spent: run the same command again to go on", file=sys.stderr)
             break
-        wanted = [n for n in names if any(n == name for case in group for name, _ in todo[case])]
-        verdicts = gate_group(group, wanted, "cuda", args, progress)
+        verdicts = gate_group({case: _names(todo[case]) for case in group}, "cuda", args, progress)
         for case in group:
-            pending = list(dict.fromkeys(n for n, _ in todo[case]))
-            contestants = [n for n in pending if verdicts[n, case].passed]
+            contestants = [n for n in _names(todo[case]) if verdicts[n, case].passed]
             timings = time_in_process(case, contestants, timers=args.timer, seed=args.seed, timeout_s=args.time_timeout)
             by_key = {(t.pop("implementation"), t.pop("timer")): t for t in timings}
             rows = [_row(case, n, t, verdicts[n, case], by_key.get((n, t), {}), run_id) for n, t in todo[case]]
@@ -208,6 +205,10 @@ def run_benchmark(args: argparse.Namespace, command: list[str]) -> int:
     return num_failed
 
 
+def _names(pairs: list[tuple[str, str]]) -> list[str]:
+    return list(dict.fromkeys(name for name, _ in pairs))
+
+
 def _batched(items: list, size: int):
     return (items[i : i + size] for i in range(0, len(items), size))
 
@@ -215,24 +216,28 @@ def _batched(items: list, size: int):
 def run_check(args: argparse.Namespace) -> int:
     """Only the gate; returns the number of cases that failed."""
     has_gpu = torch.cuda.is_available()
-    names, cases = list(available(args.implementations, has_gpu)), _cases(args)
-    progress = _Progress(len(names) * len(cases))
-    verdicts = gate_group(cases, names, "cuda" if has_gpu else "cpu", args, progress)
+    selected = selection.select(args, has_gpu)
+    progress = _Progress(sum(map(len, selected.values())))
+    verdicts = gate_group(selected, "cuda" if has_gpu else "cpu", args, progress)
     progress.close()
     for (name, case), verdict in verdicts.items():
         error = "" if verdict.rel_err is None else f"  relative error {verdict.rel_err:.2e}"
-        print(f"{name:22} {case.name:18} page {case.page_size:<4} {case.dtype}  {verdict.status}{error}")
-    return sum(not v.passed for v in verdicts.values())
+        print(f"{name:23} {case.name:24} page {case.page_size:<4} {case.dtype}  {verdict.status}{error}")
+    return sum(not v.passed and not v.status.startswith("refused") for v in verdicts.values())
+
+
+def _command(name: str) -> Callable[[list[str]], int] | None:
+    """The main function of a command of its own."""
+    modules = {"tune": "mla.measure.tune", "first-call": "mla.measure.first_call"}
+    return import_module(modules[name]).main if name in modules else None
 
 
 def main(argv: list[str] | None = None) -> None:
-    command = sys.argv[1:] if argv is None else argv
-    if command[:1] == ["tune"]:
-        from mla.measure import tune
-
-        sys.exit(tune.main(command[1:]))
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments and (command := _command(arguments[0])):
+        sys.exit(command(arguments[1:]))
     parser = _parser()
-    args = parser.parse_args(command)
+    args = parser.parse_args(arguments)
     try:
         if args.check:
             sys.exit(1 if run_check(args) else 0)
@@ -241,7 +246,7 @@ def main(argv: list[str] | None = None) -> None:
                 "triton-mla-bench: no CUDA GPU here, so nothing can be timed; --check runs the correctness gate on "
                 "Triton's interpreter"
             )
-        sys.exit(1 if run_benchmark(args, command) else 0)
+        sys.exit(1 if run_benchmark(args, arguments) else 0)
     except ValueError as error:
         parser.error(str(error))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from mla.measure.cases import Case, draw_problems
-from mla.measure.implementations import IMPLEMENTATIONS, Implementation
+from mla.measure.implementations import IMPLEMENTATIONS, Implementation, Refused
 from mla.problem import Problem
 from mla.reference import absorb_query, absorbed_reference, naive_reference, project_values
 
@@ -26,7 +26,7 @@ class Verdict:
     Args:
         rel_err: largest relative error of a row (a head of a request), Frobenius norm; None where nothing came out.
         passed: whether out and lse are within their bounds.
-        status: "ok", "out_of_memory" or "failed: <reason>".
+        status: "ok", "out_of_memory", "refused: <reason>" or "failed: <reason>".
     """
 
     rel_err: float | None
@@ -124,6 +124,8 @@ def check_case(implementation: Implementation, problems: list[Problem]) -> Verdi
             del out, lse
     except torch.OutOfMemoryError:
         return Verdict(None, False, "out_of_memory")
+    except Refused as error:
+        return Verdict(None, False, f"refused: {error}")
     except Exception as error:  # whatever a contestant does is its result, not our crash
         return Verdict(None, False, f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
     return max(verdicts, key=lambda v: (not v.passed, v.rel_err))

@@ -8,6 +8,7 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -20,6 +21,10 @@ from mla.stages import absorbed, naive, online_softmax, split_kv
 LN_2 = math.log(2.0)
 
 Call = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+class Refused(ValueError):
+    """An implementation does not take such a case: no failure, but no result."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +105,39 @@ def _hopper(problems: list[Problem]) -> Prepared:
     return replace(prepared, plan=lambda: plan_decode(first.seq_lens, first.config.num_heads))
 
 
+def prepare_hopper(problems: list[Problem], *, mode: int | None = None, **options) -> Prepared:
+    """The Hopper kernel by itself, with its work divided and its launch changed as asked for.
+
+    Args:
+        problems: of one case.
+        mode: of `plan_hopper`.
+        options: `prefetch` and `pdl` of `HopperLaunch`.
+    """
+    # imported where it is needed: Gluon has no interpreter
+    hopper = importlib.import_module("mla.kernels.hopper_launch")
+    first, rank = problems[0], problems[0].config.kv_lora_rank
+
+    def empty_out(p: Problem) -> torch.Tensor:
+        return p.q_absorbed.new_empty(*p.q_absorbed.shape[:2], rank)
+
+    out = empty_out(first)
+    if not hopper.hopper_fits(first.q_absorbed, first.kv_cache, out):
+        raise Refused("expected a call for which hopper_fits holds")
+    plan = hopper.plan_hopper(first.seq_lens, first.config.num_heads, mode=mode)
+    launch = hopper.HopperLaunch(first.q_absorbed, first.kv_cache, first.block_table, out, **options)
+
+    def decode(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = empty_out(p), p.q_absorbed.new_empty(p.q_absorbed.shape[:2], dtype=torch.float32)
+        launch(p.q_absorbed, p.kv_cache, p.block_table, p.seq_lens, out, lse, p.softmax_scale, plan)
+        return out, lse
+
+    prepared = _each(decode)(problems)
+    return replace(prepared, plan=lambda: hopper.plan_hopper(first.seq_lens, first.config.num_heads, mode=mode))
+
+
 def _require_equal_lengths(problems: list[Problem]) -> None:
     if any(p.has_unused_rows for p in problems):
-        raise ValueError("torch.compile baselines: expected requests of equal length, got ragged ones")
+        raise Refused("expected requests of equal length, got ragged ones")
 
 
 def _torch_compile(problems: list[Problem]) -> Prepared:
@@ -187,6 +222,10 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "gluon_warp_specialised": Implementation(
         _gluon_rung("gluon_warp_specialised"), needs_gpu=True, version=_hopper_version
     ),
+    "hopper_without_prefetch": Implementation(
+        partial(prepare_hopper, prefetch=False), needs_gpu=True, version=_hopper_version
+    ),
+    "hopper_without_pdl": Implementation(partial(prepare_hopper, pdl=False), needs_gpu=True, version=_hopper_version),
     "hopper": Implementation(_hopper, needs_gpu=True, version=_hopper_version),
     "flashmla": Implementation(_flashmla, needs_gpu=True, version=peers.flashmla_version),
     "flashinfer_fa3": Implementation(
@@ -196,6 +235,13 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         _flashinfer("fa2"), needs_gpu=True, lse_factor=LN_2, version=peers.flashinfer_version
     ),
 }
+
+# The steps to the finished kernel: its predecessors, then itself with one later idea switched off.
+STAIRCASE = (
+    "portable", "gluon_simple", "gluon_warp_specialised", "hopper_without_prefetch", "hopper_without_pdl", "hopper",
+)  # fmt: skip
+# Of interest beside the finished kernel only, so measured only where they are asked for.
+ABLATIONS = ("hopper_without_prefetch", "hopper_without_pdl")
 
 
 def available(names: list[str] | None, has_gpu: bool) -> dict[str, Implementation]:

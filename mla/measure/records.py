@@ -76,8 +76,23 @@ def set_aside(path: Path, columns: list[str], is_replaced: Callable[[dict[str, s
     kept.replace(path)
 
 
+def check_columns(path: Path, columns: list[str]) -> None:
+    """ValueError where a file has other columns, as one of another version of this package has."""
+    if not path.exists():
+        return
+    with path.open(newline="") as file:
+        header = next(csv.reader(file), [])
+    if header != columns:
+        differing = sorted(set(header) ^ set(columns)) or ["their order"]
+        raise ValueError(
+            f"{path}: expected the columns of this version, got a file that differs in {', '.join(differing)}; "
+            f"name another file with --output"
+        )
+
+
 def append_rows(path: Path, columns: list[str], rows: list[dict[str, object]]) -> None:
     """Append rows; a new file gets its header first. A row with an unknown column is a ValueError."""
+    check_columns(path, columns)
     is_new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as file:

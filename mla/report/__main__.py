@@ -7,8 +7,9 @@ from pathlib import Path
 import matplotlib
 import pandas as pd
 
-from mla.report import claims_tables, data, figures, readme, tables, tuning_tables
+from mla.report import claims_tables, data, figures, readme, studies, study_tables, tables, tuning_tables
 from mla.report.claims import claims
+from mla.report.first_call import first_call_sentence
 
 # --data and --output where they are not given; a README is only ours to rewrite beside them.
 DEFAULT_FOLDERS = (Path("data"), Path("figures"))
@@ -61,32 +62,42 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def redraw(data_dir: Path, output: Path, readme_path: Path | None, gpu: str) -> list[Path]:
     """Write all figures and tables of one GPU's newest data, and the README's blocks; returns the paths written."""
     frame, tune = data.load(data_dir, gpu), data.load_tune(data_dir, gpu)
+    hopper_tune, first_call = data.load_tune(data_dir, gpu, kernel="hopper"), first_call_sentence(data_dir, gpu)
     published = data.load_published(data_dir)
     table = claims(frame, published, tune)
-    # A README without its markers is found before anything is written.
-    readmes = {} if readme_path is None else updated_readmes(readme_path, data_dir, frame, published, table, output)
+    readmes = {}
+    if readme_path is not None:
+        # A README without its markers is found before anything is written.
+        readmes = updated_readmes(readme_path, data_dir, frame, published, table, output, first_call)
     output.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, figure in draw(frame, published, tune).items():
         paths += figures.save(figure, output, name)
-    for name, text in texts(frame, table, tune).items():
+    for name, text in texts(frame, table, tune, hopper_tune, first_call).items():
         paths.append(write(output / name, text))
     return paths + [write(path, text) for path, text in readmes.items()]
 
 
 def updated_readmes(
-    path: Path, data_dir: Path, frame: pd.DataFrame, published: pd.DataFrame, table: pd.DataFrame, output: Path
+    path: Path,
+    data_dir: Path,
+    frame: pd.DataFrame,
+    published: pd.DataFrame,
+    table: pd.DataFrame,
+    output: Path,
+    first_call: str,
 ) -> dict[Path, str]:
     """The README's text, and the data dictionary's where there is one, with their blocks replaced.
 
     Args:
         table: what `claims` returns.
+        first_call: what `first_call_sentence` returns.
     """
     if not path.is_file():
         raise FileNotFoundError(f"expected the file {path}, got none; create it with its markers or drop --readme")
     blocks = {
         "headline": tables.headline(frame, published),
-        "results": tables.summary_markdown(frame),
+        "results": tables.summary_markdown(frame, first_call),
         "claims": claims_tables.claims_short(table, frame, f"{output.as_posix()}/claims.md"),
     }
     texts = {path: readme.replace_blocks(path.read_text(encoding="utf-8"), blocks)}
@@ -97,24 +108,45 @@ def updated_readmes(
 
 
 def draw(frame: pd.DataFrame, published: pd.DataFrame, tune: pd.DataFrame | None) -> dict[str, figures.Figure]:
-    """All figures by file name; the tuning only where a sweep was made."""
+    """All figures by file name; tuning, heads and staircase only where they were measured."""
     drawn = {
         "speedup": figures.speedup(frame, published=published),
         "tflops": figures.tflops(frame),
         "roofline": figures.roofline(frame, published),
     }
-    return drawn if tune is None else drawn | {"tuning": figures.tuning(tune)}
+    if tune is not None:
+        drawn["tuning"] = figures.tuning(tune)
+    if not studies.heads(frame).empty:
+        drawn["heads"] = figures.heads(frame)
+    if not studies.staircase(frame).empty:
+        drawn["staircase"] = figures.staircase(frame)
+    return drawn
 
 
-def texts(frame: pd.DataFrame, table: pd.DataFrame, tune: pd.DataFrame | None) -> dict[str, str]:
-    """All tables by file name; the tuning only where a sweep was made."""
+def texts(
+    frame: pd.DataFrame,
+    table: pd.DataFrame,
+    tune: pd.DataFrame | None,
+    hopper_tune: pd.DataFrame | None,
+    first_call: str,
+) -> dict[str, str]:
+    """All tables by file name; those of sweeps and studies only where they were measured.
+
+    Args:
+        table: what `claims` returns.
+        tune, hopper_tune: what `data.load_tune` returns for either kernel.
+        first_call: what `first_call_sentence` returns.
+    """
     made = {
-        "results.md": tables.results_markdown(frame),
+        "results.md": tables.results_markdown(frame, first_call),
         "results.csv": tables.results(frame).to_csv(index=False, lineterminator="\n"),
         "results.tex": tables.summary_latex(frame),
         "claims.md": claims_tables.claims_markdown(table, frame),
+        "studies.md": study_tables.studies_markdown(frame),
+        "tuning.md": None if tune is None else tuning_tables.tuning_markdown(tune),
+        "tuning_hopper.md": None if hopper_tune is None else tuning_tables.hopper_markdown(hopper_tune),
     }
-    return made if tune is None else made | {"tuning.md": tuning_tables.tuning_markdown(tune)}
+    return {name: text for name, text in made.items() if text is not None}
 
 
 def write(path: Path, text: str) -> Path:

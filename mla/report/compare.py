@@ -5,7 +5,7 @@ from itertools import pairwise, product
 import numpy as np
 import pandas as pd
 
-from mla.report.schema import DEFAULT_PAGE_SIZE
+from mla.report.schema import ABLATIONS, DEFAULT_PAGE_SIZE
 
 BATCH_SIZES = (8, 32, 64, 128)
 CONTEXT_LENS = (1024, 4096, 16384, 32768)
@@ -16,13 +16,24 @@ OPPONENTS = ("torch_compile", "torch_compile_paged")
 OUTLIER = 1.25
 
 
+def contestants(frame: pd.DataFrame) -> pd.DataFrame:
+    """All rows but those of the ablations, which belong to the staircase only."""
+    return frame[~frame["implementation"].isin(ABLATIONS)]
+
+
 def finished(frame: pd.DataFrame) -> str:
     """The finished kernel of a file: `hopper` where it was measured, else `portable`."""
     return "hopper" if (frame["implementation"] == "hopper").any() else "portable"
 
 
 def usual(frame: pd.DataFrame, timer: str = "cuda_graph") -> pd.DataFrame:
-    """The rows of the usual case: one query token, bf16, contiguous or pages of 64, one timer; any heads and shape."""
+    """The usual rows of `any_lengths` whose requests are all equally long."""
+    rows = any_lengths(frame, timer)
+    return rows[rows["lengths"] == "even"]
+
+
+def any_lengths(frame: pd.DataFrame, timer: str = "cuda_graph") -> pd.DataFrame:
+    """The rows with one query token, bf16, contiguous or pages of 64, one timer; any heads, shape and lengths."""
     pages = frame["page_size"].isna() | (frame["page_size"] == DEFAULT_PAGE_SIZE)
     return frame[(frame["q_len"] == 1) & (frame["dtype"] == "bf16") & pages & (frame["timer"] == timer)]
 

@@ -93,13 +93,26 @@ def load_sidecar(path: str | Path) -> dict:
     return sidecar
 
 
-def load_tune(directory: str | Path, gpu: str = DEFAULT_GPU, date: str | None = None) -> pd.DataFrame | None:
-    """The sweep of the portable kernel's configurations on one GPU, or None where none was made."""
-    file = find_file(directory, "tune", gpu, date)
-    if file is None:
-        return None
-    frame = read_checked(file.path, TUNE_COLUMNS)
-    return frame.assign(gpu=load_sidecar(file.path)["gpu"], date=file.date, usable=frame["status"] == "ok")
+def load_tune(
+    directory: str | Path, gpu: str = DEFAULT_GPU, date: str | None = None, kernel: str = "portable"
+) -> pd.DataFrame | None:
+    """The newest sweep of one kernel on one GPU, or None where none was made.
+
+    Args:
+        directory, gpu, date: as in `load`.
+        kernel: `portable` (its configurations) or `hopper` (the ways to divide its work).
+    """
+    files = [file for file in list_files(directory) if (file.kind, file.gpu) == ("tune", gpu)]
+    for file in reversed([file for file in files if date in (None, file.date)]):
+        frame = read_checked(file.path, TUNE_COLUMNS)
+        frame = frame[frame["kernel"] == kernel].reset_index(drop=True)
+        if frame.empty:
+            continue
+        # numbers that the other kernel's rows lack were read as fractions
+        whole = ["block_h", "block_n", "num_warps", "num_stages"] if kernel == "portable" else []
+        frame = frame.astype(dict.fromkeys(whole, int))
+        return frame.assign(gpu=load_sidecar(file.path)["gpu"], date=file.date, usable=frame["status"] == "ok")
+    return None
 
 
 def load_published(directory: str | Path) -> pd.DataFrame:
@@ -139,9 +152,11 @@ def derive(frame: pd.DataFrame, stem: str) -> pd.DataFrame:
 def row_id(row: NamedTuple, stem: str) -> str:
     """The name by which a citation finds a row, such as `h200-2026-11-29/portable/b128-n32768-h128/cuda_graph`.
 
-    What is not the usual case (one query token, bf16, pages of 64) is added to the shape: `-q2`, `-fp16`, `-p16`.
+    What is not the usual case (even lengths, one query token, bf16, pages of 64) is added to the shape:
+    `-log-uniform`, `-q2`, `-fp16`, `-p16`.
     """
     shape = f"b{row.batch_size}-n{row.context_len}-h{row.num_heads}"
+    shape += f"-{row.lengths}" if row.lengths != "even" else ""
     shape += f"-q{row.q_len}" if row.q_len != 1 else ""
     shape += f"-{row.dtype}" if row.dtype != "bf16" else ""
     shape += f"-p{row.page_size:.0f}" if pd.notna(row.page_size) and row.page_size != DEFAULT_PAGE_SIZE else ""

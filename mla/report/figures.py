@@ -1,14 +1,25 @@
-"""The figures, each a function from a DataFrame to a Figure: speedup, tflops, roofline, tuning."""
+"""The figures, each a function from a DataFrame to a Figure: speedup, tflops, roofline, tuning, heads, staircase."""
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mla.report.compare import BATCH_SIZES, CONTEXT_LENS, SHAPES, at_shapes, finished, shape_name, tokens_name, usual
+from mla.report.compare import (
+    BATCH_SIZES,
+    CONTEXT_LENS,
+    SHAPES,
+    at_shapes,
+    contestants,
+    finished,
+    shape_name,
+    tokens_name,
+    usual,
+)
 from mla.report.roofline_figure import roofline
 from mla.report.schema import DEFAULT_PAGE_SIZE, IMPLEMENTATIONS
 from mla.report.speedup_figure import speedup
+from mla.report.study_figures import heads, staircase
 from mla.report.style import (
     ALT,
     DARK,
@@ -27,7 +38,7 @@ from mla.report.style import (
 )
 from mla.report.tuning_tables import tuning_table
 
-__all__ = ["ALT", "roofline", "save", "speedup", "tflops", "tuning"]
+__all__ = ["ALT", "heads", "roofline", "save", "speedup", "staircase", "tflops", "tuning"]
 
 
 @styled
@@ -38,7 +49,7 @@ def tflops(frame: pd.DataFrame, timer: str = "cuda_graph") -> Figure:
         frame: what `data.load` returns.
         timer: `cuda_graph` or `eager`.
     """
-    rows = {name: at_shapes(frame, name, timer) for name in IMPLEMENTATIONS}
+    rows = {name: at_shapes(contestants(frame), name, timer) for name in IMPLEMENTATIONS}
     rows = {name: table for name, table in rows.items() if table["status"].notna().any()}
     ceiling = usual(frame, timer).groupby(list(SHAPES.names))["matmul_tflops"].median().reindex(SHAPES)
     top = 1.1 * np.nanmax([1, ceiling.max(), *(table["tflops"].max() for table in rows.values())])

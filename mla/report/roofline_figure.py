@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mla.report.compare import finished, shape_name, usual
+from mla.report.compare import contestants, finished, shape_name, usual
 from mla.report.schema import IMPLEMENTATIONS
 from mla.report.style import (
     DARK,
@@ -37,7 +37,7 @@ def roofline(frame: pd.DataFrame, published: pd.DataFrame | None = None, timer: 
         published: what `data.load_published` returns; with it the H100's ridge from its data sheet is noted.
         timer: `cuda_graph` or `eager`.
     """
-    rows = usual(frame, timer)
+    rows = usual(contestants(frame), timer)
     matmul_tflops, read_tbps = rows["matmul_tflops"].median(), rows["read_gbps"].median() / 1000
     ridge = matmul_tflops / read_tbps
     rows = largest_shapes(rows)

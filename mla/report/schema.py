@@ -27,13 +27,21 @@ IMPLEMENTATIONS = [
     "portable",
     "gluon_simple",
     "gluon_warp_specialised",
+    "hopper_without_prefetch",
+    "hopper_without_pdl",
     "hopper",
     "flashmla",
     "flashinfer_fa3",
     "flashinfer_fa2",
 ]
+# The finished kernel with one idea switched off: of interest in the staircase only.
+ABLATIONS = ["hopper_without_prefetch", "hopper_without_pdl"]
 ALLOWED = {
     "implementation": IMPLEMENTATIONS,
+    "lengths": ["even", "log-uniform", "one-long"],
+    "kernel": ["portable", "hopper"],
+    "mode": ["whole", "equal_runs", "even_shares"],
+    "prefetch": ["on", "off"],
     "timer": ["cuda_graph", "eager"],
     "l2_state": ["cold"],
     "loads": ["pointer", "descriptor"],
@@ -42,11 +50,17 @@ ALLOWED = {
 # The names that torch prints, and the short ones used here.
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 DEFAULT_PAGE_SIZE = 64
+# Columns that came later, and what a file without them holds. No other column may be missing.
+LATER_COLUMNS = {"lengths": "even", "kernel": "portable", "mode": None, "prefetch": None, "by_rule": None}
 
 
 def read_checked(path: Path, columns: list[str]) -> pd.DataFrame:
-    """Read a CSV and check columns, fixed vocabularies, statuses and latencies; ValueError says what is wrong."""
+    """Read a CSV and check columns, fixed vocabularies, statuses and latencies; ValueError says what is wrong.
+
+    A file without one of `LATER_COLUMNS` is read as if it had its value in every row.
+    """
     frame = pd.read_csv(path)
+    frame = frame.assign(**{name: value for name, value in LATER_COLUMNS.items() if name not in frame})
     if missing := [column for column in columns if column not in frame]:
         raise ValueError(
             f"expected the {len(columns)} columns of data/README.md in {path.name}, got none named "
@@ -70,11 +84,12 @@ def read_checked(path: Path, columns: list[str]) -> pd.DataFrame:
 def check_results(frame: pd.DataFrame, name: str) -> None:
     """ValueError unless every status is known and exactly the rows that are ok have a positive latency."""
     status = frame["status"].fillna("").astype(str)
-    known = status.isin(["ok", "out_of_memory"]) | status.str.startswith("failed: ")
+    known = status.isin(["ok", "out_of_memory"]) | status.str.startswith(("failed: ", "refused: "))
     if not known.all():
         unknown = ", ".join(sorted({repr(value) for value in status[~known]}))
         raise ValueError(
-            f"expected status in {name} to be ok, out_of_memory or 'failed: <reason>', got {unknown}; fix it"
+            f"expected status in {name} to be ok, out_of_memory, 'refused: <reason>' or 'failed: <reason>', got "
+            f"{unknown}; fix it"
         )
     latency = frame["latency_us_p50"]
     wrong = frame.index[(latency > 0) != (status == "ok")]

@@ -23,6 +23,8 @@ STRIP_COLOUR = "#f0f0f0"
 BLUE, ORANGE, GREEN, VERMILLION, PINK, BROWN, _, MID_GREY, _, SKY = sns.color_palette("colorblind").as_hex()
 # Far from the others in lightness, so that it is told from them in any kind of colour blindness.
 INDIGO = "#332288"
+# Bars of the steps before the finished kernel are paler than its own.
+ALPHA_OF_STEPS = 0.55
 # What stays below this share of the measured matmul rate would be points at zero: it is named in the caption instead.
 NEGLIGIBLE = 0.01
 
@@ -51,6 +53,8 @@ LOOKS = {
     "portable": Look("portable (Triton)", GREEN, "s", "-"),
     "gluon_simple": Look("Gluon, simple", BLUE, "h", ":"),
     "gluon_warp_specialised": Look("Gluon, warp-specialised", BLUE, "p", "--"),
+    "hopper_without_prefetch": Look("hopper without prefetch", BLUE, "<", "-."),
+    "hopper_without_pdl": Look("hopper without PDL", BLUE, ">", "-."),
     "hopper": Look("hopper (Gluon)", BLUE, "o", "-"),
     "flashmla": Look("FlashMLA", PINK, "D", "-."),
     "flashinfer_fa3": Look("FlashInfer fa3", BROWN, "P", "-."),
@@ -82,6 +86,16 @@ ALT = {
     "tuning": (
         "Bars, one a shape in groups by batch size: how many times as fast the best configuration of the portable "
         "kernel is as the first guess, which is the line at 1."
+    ),
+    "heads": (
+        "The finished kernel beside FlashMLA over the number of heads, in two columns for batch size 32 and 128 at a "
+        "context of 8K: above as a share of the read bandwidth measured in the same rounds, below as TFLOPS under a "
+        "grey line, the lower of the two measured ceilings, which bends where decode turns from reading to arithmetic."
+    ),
+    "staircase": (
+        "Horizontal bars in four panels, one a shape: TFLOPS of the portable kernel, the two Gluon rungs, the finished "
+        "kernel with one idea switched off and the finished kernel, beside a grey line: the bf16 matmul rate measured "
+        "in the same rounds."
     ),
 }
 

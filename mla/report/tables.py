@@ -52,16 +52,21 @@ RESULT_COLUMNS = [
 
 
 def results(frame: pd.DataFrame) -> pd.DataFrame:
-    """Every row with its id and derived columns, numbers unrounded; no latency where the result was wrong."""
+    """Every row with its id and derived columns, numbers unrounded; no latency where the result was wrong.
+
+    `lengths` is among the columns where a batch is ragged.
+    """
     latencies = ["latency_us_p20", "latency_us_p50", "latency_us_p80"]
     table = frame[RESULT_COLUMNS].copy()
     table[latencies] = table[latencies].where(frame["usable"])
+    if (frame["lengths"] != "even").any():
+        table.insert(RESULT_COLUMNS.index("context_len") + 1, "lengths", frame["lengths"])
     wrong = (frame["status"] == "ok") & ~frame["usable"]
     return table.assign(status=table["status"].mask(wrong, "failed: wrong result"))
 
 
-def results_markdown(frame: pd.DataFrame) -> str:
-    """`figures/results.md`: all implementations, all measured rows."""
+def results_markdown(frame: pd.DataFrame, first_call: str = "") -> str:
+    """`figures/results.md`: all implementations, all measured rows; `first_call` is a sentence to print beside them."""
     table, marked = results(frame), outliers(frame)
     rows = [
         {
@@ -82,7 +87,8 @@ def results_markdown(frame: pd.DataFrame) -> str:
         f"# Results\n\n{frame['gpu'].iloc[0]}, {frame['date'].iloc[0]}, cold L2. Made by `make figures`; the same rows "
         "in full are in results.csv. `plan` is the separate work plan of a decode step, not part of the latency; "
         "`of matmul` and `of read` are shares of the ceilings measured in the same rounds. Rows that failed are kept, "
-        f"without a number. {footnotes(frame, bool(marked))}\n\n{markdown(rows)}\n\n{failures_markdown(table)}"
+        f"without a number. {footnotes(frame, bool(marked), first_call)}\n\n{markdown(rows)}\n\n"
+        f"{failures_markdown(table)}"
     )
 
 
@@ -132,22 +138,24 @@ def summary_cells(frame: pd.DataFrame) -> list[dict[str, str]]:
     ]
 
 
-def summary_markdown(frame: pd.DataFrame) -> str:
-    """The results block of the README."""
+def summary_markdown(frame: pd.DataFrame, first_call: str = "") -> str:
+    """The results block of the README; `first_call` is a sentence to print below it."""
     cells = summary_cells(frame)
     return (
         f"{markdown(cells)}\n\n"
         f"`{finished(frame)}` on {frame['gpu'].iloc[0]}, {frame['date'].iloc[0]}: CUDA graph, cold L2, 128 heads, "
         "bf16. `vs` columns are ratios of medians, over 1 where ours is faster; `of matmul` is the share of the bf16 "
         "matmul rate measured in the same rounds; a dash means no valid result. "
-        f"Cite a row as `{id_pattern(frame)}`, with the last column for `ROW`. {footnotes(frame, '†' in str(cells))}"
+        f"Cite a row as `{id_pattern(frame)}`, with the last column for `ROW`. "
+        f"{footnotes(frame, '†' in str(cells), first_call)}"
     )
 
 
-def footnotes(frame: pd.DataFrame, has_outliers: bool) -> str:
-    """What stands beside a table: the mark of outliers, which runs are citable, the notes of the data file."""
+def footnotes(frame: pd.DataFrame, has_outliers: bool, first_call: str) -> str:
+    """What stands beside a table: the mark of outliers, citable runs, the first call, the notes of the data file."""
     notes = frame["notes"].iloc[0]
-    parts = [OUTLIER_SENTENCE if has_outliers else "", citable_sentence(frame), f"Note: {notes}" if notes else ""]
+    outlier = OUTLIER_SENTENCE if has_outliers else ""
+    parts = [outlier, citable_sentence(frame), first_call, f"Note: {notes}" if notes else ""]
     return " ".join(part for part in parts if part)
 
 

@@ -33,7 +33,7 @@ def test_check_passes_on_the_interpreter():
     done = _bench("--check")
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.strip().splitlines()
-    assert len(lines) == 20
+    assert len(lines) == 25
     assert all("  ok  relative error" in line for line in lines)
 
 
@@ -105,10 +105,11 @@ def test_a_second_run_skips_what_is_done(monkeypatch, tmp_path):
     """Gate and timing replaced: what is asked for, what is written, and that failures are kept."""
     asked = []
 
-    def gate(cases, names, device, args, progress):
-        asked.extend((n, c.name) for n in names for c in cases)
+    def gate(selected, device, args, progress):
+        pairs = [(n, c) for c, names in selected.items() for n in names]
+        asked.extend((n, c.name) for n, c in pairs)
         failed = Verdict(0.5, False, "failed: relative error")
-        return {(n, c): failed if n == "naive" else Verdict(1e-3, True, "ok") for n in names for c in cases}
+        return {(n, c): failed if n == "naive" else Verdict(1e-3, True, "ok") for n, c in pairs}
 
     def time_case(case, names, *, timers, seed, timeout_s):
         return [
@@ -178,7 +179,9 @@ def test_only_what_is_missing_is_measured(monkeypatch, tmp_path):
     """One timer first, then both, then one more implementation: no row twice."""
     path = tmp_path / "decode_h200_2026-01-01.csv"
     ok = Verdict(1e-3, True, "ok")
-    monkeypatch.setattr(bench, "gate_group", lambda cases, names, *_: {(n, c): ok for n in names for c in cases})
+    monkeypatch.setattr(
+        bench, "gate_group", lambda selected, *_: {(n, c): ok for c, names in selected.items() for n in names}
+    )
     monkeypatch.setattr(
         bench,
         "time_in_process",
@@ -196,6 +199,47 @@ def test_only_what_is_missing_is_measured(monkeypatch, tmp_path):
     keys = [bench._key(row) for row in rows]
     assert len(keys) == len(set(keys)) == 8
     assert {row["passed"] for row in rows} == {"False"}
+
+
+def test_a_refusal_is_kept_and_is_no_failure(monkeypatch, tmp_path):
+    """torch.compile on a ragged batch: a row that says so, and a run that ends well."""
+    path = tmp_path / "decode_h200_2026-01-01.csv"
+    refused = Verdict(None, False, "refused: ragged")
+    monkeypatch.setattr(
+        bench, "gate_group", lambda selected, *_: {(n, c): refused for c in selected for n in selected[c]}
+    )
+    monkeypatch.setattr(bench, "time_in_process", lambda *_, **__: [])
+    monkeypatch.setattr(records.provenance, "machine", lambda: {})
+    records._LOCKS.clear()
+    argv = ["--output", str(path), "--implementations", "absorbed", "--batch-size", "2", "--context-len", "300"]
+    argv += ["--lengths", "log-uniform", "even"]
+    assert bench.run_benchmark(bench._parser().parse_args(argv), argv) == 0
+    records._LOCKS.clear()
+    rows = records.read_rows(path)
+    assert {(row["lengths"], row["status"], row["passed"]) for row in rows} == {
+        ("log-uniform", "refused: ragged", "False"),
+        ("even", "refused: ragged", "False"),
+    }
+
+
+def test_a_file_of_another_version_is_not_appended_to(tmp_path):
+    path = tmp_path / "decode_h200_2026-01-01.csv"
+    path.write_text(",".join(c for c in DECODE_COLUMNS if c != "lengths") + "\n")
+    args = bench._parser().parse_args(["--output", str(path), "--implementations", "absorbed"])
+    with pytest.raises(ValueError, match="differs in lengths; name another file"):
+        bench.run_benchmark(args, [])
+    with pytest.raises(ValueError, match="differs in lengths"):
+        records.append_rows(path, DECODE_COLUMNS, [])
+
+
+def test_large_inputs_are_checked_by_fewer_gates_at_a_time(monkeypatch):
+    class H200:
+        total_memory = 150e9
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
+    assert bench._gate_jobs([Case(8, 1024)], "cuda") == 4
+    assert bench._gate_jobs([Case(8, 1024), Case(128, 131072, lengths="one-long")], "cuda") == 1
+    assert bench._gate_jobs([Case(128, 131072)], "cpu") == 4
 
 
 def test_a_failure_in_timing_overrides_the_gates_verdict():

@@ -1,13 +1,11 @@
-import dataclasses
-
 import pytest
 import torch
 
 from mla import PRESETS
 from mla.kernels import portable
-from mla.measure.cases import CPU_CASES, SIXTEEN_SHAPES, Case, draw_problems, num_problems
+from mla.measure.cases import CPU_CASES, draw_problems
 from mla.measure.gate import check_case, check_result, relative_error
-from mla.measure.implementations import IMPLEMENTATIONS, Implementation, Prepared, available
+from mla.measure.implementations import IMPLEMENTATIONS, Implementation, Prepared, Refused, available
 from mla.problem import make_problem
 
 
@@ -74,28 +72,17 @@ def test_whatever_a_contestant_does_is_its_result():
 
     assert check_case(raising(torch.OutOfMemoryError("no memory")), problems).status == "out_of_memory"
     assert check_case(raising(RuntimeError("bad\nthing")), problems).status == "failed: RuntimeError: bad thing"
+    assert check_case(raising(Refused("ragged")), problems).status == "refused: ragged"
     nan = Implementation(lambda problems: Prepared([lambda: (problems[0].q_absorbed[..., :32] * torch.nan, None)]))
     assert "relative error of out nan" in check_case(nan, problems).status
 
 
-def test_sixteen_shapes():
-    assert len(SIXTEEN_SHAPES) == len({(c.batch_size, c.context_len) for c in SIXTEEN_SHAPES}) == 16
-    assert {c.num_heads for c in SIXTEEN_SHAPES} == {128}
-    corners = {(8, 1024), (128, 32768)}
-    assert corners <= {(c.batch_size, c.context_len) for c in SIXTEEN_SHAPES}
-
-
-def test_cost_of_a_case():
-    case = Case(2, 1000, num_heads=16)
-    assert case.flops == 2 * 1000 * 16 * 2 * (576 + 512)
-    assert case.bytes_moved == 2 * (2 * 1000 * 576 + 2 * 16 * (576 + 512))
-
-
-def test_data_sets_are_larger_than_l2():
-    small = dataclasses.replace(CPU_CASES[0], batch_size=64, context_len=2000)
-    assert num_problems(small) == -(-240_000_000 // (64 * 2000 * 48 * 2))
-    assert num_problems(Case(128, 32768)) == 1
-    assert len(draw_problems(small, "cpu", seed=0, at_most=2)) == 2
+def test_torch_compile_refuses_ragged_batches():
+    (problem,) = draw_problems(CPU_CASES[-1], "cpu", seed=0, at_most=1)
+    for name in ("torch_compile", "torch_compile_paged"):
+        assert check_case(IMPLEMENTATIONS[name], [problem]).status == (
+            "refused: expected requests of equal length, got ragged ones"
+        )
 
 
 def test_only_what_can_run_is_offered():

@@ -9,6 +9,8 @@ import matplotlib
 import pandas as pd
 import pytest
 
+from mla.measure.cases import GROUPS, Case
+from mla.measure.implementations import STAIRCASE
 from mla.report import data
 from mla.schema import DECODE_COLUMNS, TUNE_COLUMNS
 
@@ -35,6 +37,7 @@ def decode_row(implementation: str, batch_size: int, context_len: int, timer: st
         "q_len": 1,
         "dtype": "bf16",
         "page_size": None if implementation in ("torch_compile", "absorbed") else 64,
+        "lengths": "even",
         "timer": timer,
         "l2_state": "cold",
         "latency_us_p20": latency_us * 0.99,
@@ -61,6 +64,8 @@ def tune_row(batch_size: int, context_len: int, latency_us: float, **changes) ->
     return (
         dict.fromkeys(TUNE_COLUMNS)
         | {
+            "kernel": "portable",
+            "lengths": "even",
             "batch_size": batch_size,
             "context_len": context_len,
             "num_heads": 128,
@@ -79,6 +84,45 @@ def tune_row(batch_size: int, context_len: int, latency_us: float, **changes) ->
     )
 
 
+# Matmul and read ceilings of the synthetic data, and the share of the lower one that each kernel reaches.
+MATMUL_TFLOPS, READ_GBPS = 800.0, 4500.0
+SHARES = {
+    "hopper": 0.84, "hopper_without_prefetch": 0.76, "hopper_without_pdl": 0.81, "gluon_warp_specialised": 0.7,
+    "gluon_simple": 0.45, "portable": 0.38, "flashmla": 0.78,
+}  # fmt: skip
+# How many times as long a ragged batch takes as the even one beside it.
+RAGGED_FACTORS = {"hopper": 1.05, "flashmla": 1.1, "portable": 3.0}
+
+
+def study_row(implementation: str, case: Case, **changes) -> dict:
+    """One measurement of a case of the benchmark: a launch of 6 us, and a share of the lower ceiling."""
+    columns = case.to_columns()
+    floor_us = max(case.flops / MATMUL_TFLOPS / 1e6, case.bytes_moved / READ_GBPS / 1e3)
+    latency_us = 6 + floor_us / SHARES[implementation]
+    if case.lengths != "even":
+        latency_us *= RAGGED_FACTORS.get(implementation, 1.0)
+    return (
+        decode_row(
+            implementation,
+            case.batch_size,
+            case.context_len,
+            **{f"latency_us_p{q}": latency_us * f for q, f in ((20, 0.99), (50, 1), (80, 1.01))},
+            bytes_moved=case.bytes_moved,
+            flops=case.flops,
+        )
+        | columns
+        | changes
+    )
+
+
+def hopper_tune_row(case: Case, mode: str, prefetch: str, by_rule: bool, latency_us: float | None, **changes) -> dict:
+    """One measurement of the Hopper sweep."""
+    columns = case.to_columns()
+    columns.pop("q_len")
+    made = {"kernel": "hopper", "mode": mode, "prefetch": prefetch, "by_rule": by_rule, "latency_us_p50": latency_us}
+    return dict.fromkeys(TUNE_COLUMNS) | columns | made | {"status": "ok", "run_id": "t1"} | changes
+
+
 class DataFolder:
     """A data folder in the making: `decode` and `tune` are lists of rows to change before `write`."""
 
@@ -91,6 +135,31 @@ class DataFolder:
         self.tune = []
         for shape in SHAPES:
             self.tune += [tune_row(*shape, 200.0), tune_row(*shape, 100.0, block_h=64, block_n=64, loads="descriptor")]
+
+    def add_studies(self, *groups: str) -> None:
+        """Rows of the groups of cases beside the sixteen shapes, all of them by default; CUDA graph only."""
+        for group in groups or ("heads", "long", "ragged", "staircase"):
+            names = STAIRCASE if group == "staircase" else ("hopper", "flashmla", "portable")
+            self.put(study_row(name, case) for case in GROUPS[group] for name in names)
+
+    def put(self, rows) -> None:
+        """Add decode rows in the place of those of the same implementation, case and timer."""
+        keys = ("implementation", "batch_size", "context_len", "lengths", "num_heads", "timer")
+        known = {tuple(row[k] for k in keys): row for row in [*self.decode, *rows]}
+        self.decode = list(known.values())
+
+    def add_hopper_sweep(self) -> None:
+        """The Hopper sweep at an even and a ragged shape; the rule is right at the first only."""
+        even, uneven = Case(8, 1024), GROUPS["ragged"][0]
+        for case, times in ((even, (40.0, 20.0, 25.0)), (uneven, (60.0, None, 50.0))):
+            for mode, latency_us in zip(("whole", "equal_runs", "even_shares"), times, strict=True):
+                if latency_us is None:
+                    continue
+                is_rule = mode == {"even": "equal_runs"}.get(case.lengths, "whole")
+                self.tune += [
+                    hopper_tune_row(case, mode, "on", is_rule, latency_us),
+                    hopper_tune_row(case, mode, "off", False, latency_us * 1.1),
+                ]
 
     def change(self, implementation: str, shape: tuple[int, int], **changes) -> None:
         """Change both measurements (graph, eager) of one implementation at one shape; `drop=True` removes them."""
@@ -115,6 +184,16 @@ class DataFolder:
                 sidecar["notes"] = notes
             Path(f"{stem}.json").write_text(json.dumps(sidecar), encoding="utf-8")
         return self.path
+
+    def write_first_call(self, gpu="h200", date="2026-01-02", dirty=False) -> None:
+        """Write what the first call takes, three repeats a kernel."""
+        seconds = {
+            "portable": {"empty_cache": [4.0, 4.24, 9.0], "filled_cache": [0.5, 0.52, 0.6]},
+            "hopper": {"empty_cache": [9.0, 9.31, 9.4], "filled_cache": [0.7, 0.72, 0.8]},
+        }
+        case = {"batch_size": 8, "context_len": 1024, "num_heads": 128}
+        record = {"gpu": f"NVIDIA {gpu.upper()}", "dirty": dirty, "case": case, "seconds": seconds}
+        (self.path / f"first_call_{gpu}_{date}.json").write_text(json.dumps(record), encoding="utf-8")
 
     def load(self, **options) -> pd.DataFrame:
         """Write and load the decode measurements."""

@@ -17,7 +17,10 @@ def test_import_needs_neither_torch_nor_triton():
 
 def test_second_run_writes_the_same_bytes(folder, tmp_path, readme_text):
     folder.change("absorbed", (128, 32768), status="out_of_memory")
+    folder.add_studies()
+    folder.add_hopper_sweep()
     folder.write()
+    folder.write_first_call()
     written = []
     for seed in ("1", "2"):
         output, readme = tmp_path / f"figures{seed}", tmp_path / f"README{seed}.md"
@@ -27,8 +30,9 @@ def test_second_run_writes_the_same_bytes(folder, tmp_path, readme_text):
         assert (done.returncode, done.stderr) == (0, "")
         written.append({path.name: path.read_bytes() for path in output.iterdir()})
         assert done.stdout.count("wrote ") == len(written[-1]) + 1
-    names = [f"{name}.{kind}" for name in ("speedup", "tflops", "roofline", "tuning") for kind in ("svg", "png")]
-    names += ["results.md", "results.csv", "results.tex", "claims.md", "tuning.md"]
+    drawn = ("speedup", "tflops", "roofline", "tuning", "heads", "staircase")
+    names = [f"{name}.{kind}" for name in drawn for kind in ("svg", "png")]
+    names += ["results.md", "results.csv", "results.tex", "claims.md", "tuning.md", "tuning_hopper.md", "studies.md"]
     assert sorted(written[0]) == sorted(names)
     assert written[0] == written[1]
 
@@ -95,6 +99,24 @@ def test_no_sweep_no_tuning(folder, tmp_path):
         path.unlink()
     assert main(["--data", str(folder.path), "--output", str(tmp_path / "figures")]) == 0
     assert not [path for path in (tmp_path / "figures").iterdir() if "tuning" in path.name]
+
+
+def test_without_studies_no_such_files(folder, tmp_path):
+    assert main(["--data", str(folder.write()), "--output", str(tmp_path / "figures")]) == 0
+    names = {path.stem for path in (tmp_path / "figures").iterdir()}
+    assert names == {"speedup", "tflops", "roofline", "tuning", "results", "claims"}
+
+
+def test_the_first_call_is_in_the_readme_where_it_was_measured(folder, tmp_path, readme_text):
+    readme = tmp_path / "README.md"
+    arguments = ["--data", str(folder.write()), "--output", str(tmp_path / "figures"), "--readme", str(readme)]
+    for is_measured in (False, True):
+        readme.write_text(readme_text, encoding="utf-8")
+        if is_measured:
+            folder.write_first_call()
+        assert main(arguments) == 0
+        for path in (readme, tmp_path / "figures" / "results.md"):
+            assert ("The first call of a fresh process" in path.read_text(encoding="utf-8")) == is_measured
 
 
 def test_list_shows_the_files(folder, capsys):

@@ -10,13 +10,58 @@ from mla.schema import DECODE_COLUMNS
 
 def test_missing_column_is_named(folder):
     folder.write(columns=[name for name in DECODE_COLUMNS if name != "read_gbps"])
-    with pytest.raises(ValueError, match=r"expected the 23 columns.*got none named read_gbps; measure again"):
+    with pytest.raises(ValueError, match=r"expected the 24 columns.*got none named read_gbps; measure again"):
         data.load(folder.path)
+
+
+def test_a_file_without_lengths_holds_even_batches(folder):
+    folder.write(columns=[name for name in DECODE_COLUMNS if name != "lengths"])
+    frame = data.load(folder.path)
+    assert set(frame["lengths"]) == {"even"}
+    assert len(compare.usual(frame)) == len(frame) / 2
+
+
+def test_an_older_sweep_is_of_the_portable_kernel(folder):
+    """Four columns of the tune files came later; any other that is missing is an error."""
+    later = ("kernel", "lengths", "mode", "prefetch", "by_rule")
+    path = next(folder.write().glob("tune_*.csv"))
+    rows = pd.read_csv(path)
+    rows.drop(columns=list(later)).to_csv(path, index=False)
+    tune = data.load_tune(folder.path)
+    assert len(tune) == len(rows)
+    assert (set(tune["kernel"]), set(tune["lengths"])) == ({"portable"}, {"even"})
+    assert tune[["mode", "prefetch", "by_rule"]].isna().all(axis=None)
+    assert data.load_tune(folder.path, kernel="hopper") is None
+    rows.drop(columns=[*later, "block_h"]).to_csv(path, index=False)
+    with pytest.raises(ValueError, match="got none named block_h"):
+        data.load_tune(folder.path)
+
+
+def test_each_kernels_newest_sweep_is_taken(folder):
+    """A sweep of the Hopper kernel alone leaves the portable kernel's older one in use."""
+    portable = list(folder.tune)
+    folder.write(date="2026-01-01")
+    folder.tune = []
+    folder.add_hopper_sweep()
+    folder.write(date="2026-01-03")
+    assert set(data.load_tune(folder.path)["date"]) == {"2026-01-01"}
+    assert set(data.load_tune(folder.path, kernel="hopper")["date"]) == {"2026-01-03"}
+    folder.tune += portable
+    both = folder.load_tune()
+    assert len(both) == len(portable)
+    # not made fractions by the other kernel's empty cells
+    assert all(both[name].dtype == int for name in ("block_h", "block_n", "num_warps", "num_stages"))
 
 
 @pytest.mark.parametrize(
     ("column", "value"),
-    [("implementation", "magic"), ("timer", "stopwatch"), ("l2_state", "warm"), ("status", "failed")],
+    [
+        ("implementation", "magic"),
+        ("timer", "stopwatch"),
+        ("l2_state", "warm"),
+        ("status", "failed"),
+        ("lengths", "odd"),
+    ],
 )
 def test_unknown_word_says_expected_and_got(folder, column, value):
     folder.decode[3][column] = value
@@ -29,6 +74,11 @@ def test_ok_row_needs_a_latency(folder, latency):
     folder.decode[5]["latency_us_p50"] = latency
     with pytest.raises(ValueError, match=r"expected a positive latency_us_p50.*got row 6"):
         folder.load()
+
+
+def test_a_refused_row_is_known_and_has_no_latency(folder):
+    folder.change("absorbed", (8, 1024), status="refused: ragged")
+    assert (folder.load()["status"] == "refused: ragged").sum() == 2
 
 
 def test_failed_row_must_not_have_a_latency(folder):
@@ -83,6 +133,7 @@ def test_rates_and_shares(folder):
     [
         ({}, "b8-n1024-h128"),
         ({"q_len": 2}, "b8-n1024-h128-q2"),
+        ({"lengths": "one-long"}, "b8-n1024-h128-one-long"),
         ({"dtype": "float16"}, "b8-n1024-h128-fp16"),
         ({"page_size": 16}, "b8-n1024-h128-p16"),
         ({"dtype": "bfloat16", "page_size": None}, "b8-n1024-h128"),
@@ -136,6 +187,7 @@ def test_other_cases_do_not_enter_the_sixteen_shapes(folder, make_row):
     folder.decode += [make_row("portable", 8, 1024, latency_us_p50=1.0) | {"q_len": 2}]
     folder.decode += [make_row("portable", 8, 1024, latency_us_p50=1.0) | {"page_size": 16}]
     folder.decode += [make_row("portable", 8, 1024, latency_us_p50=1.0) | {"num_heads": 16}]
+    folder.decode += [make_row("portable", 8, 1024, latency_us_p50=1.0) | {"lengths": "one-long"}]
     assert compare.ratios(folder.load(), "portable", "torch_compile")["ratio"].to_list() == pytest.approx([1.5] * 16)
 
 

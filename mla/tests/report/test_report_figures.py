@@ -6,8 +6,9 @@ import pytest
 
 from mla.report import figures
 from mla.report.__main__ import draw
+from mla.report.compare import SHAPES
 from mla.report.roofline_figure import h100_ridge
-from mla.report.schema import IMPLEMENTATIONS
+from mla.report.schema import ABLATIONS, IMPLEMENTATIONS
 from mla.report.style import LOOKS, spread
 
 
@@ -33,8 +34,26 @@ def test_every_implementation_has_a_look_of_its_own():
 def test_every_figure_has_an_alt_text_and_leaves_the_style_alone(folder, published):
     before = dict(mpl.rcParams)
     drawn = draw(folder.load(), published, folder.load_tune())
+    assert set(drawn) == {"speedup", "tflops", "roofline", "tuning"}
+    folder.add_studies()
+    drawn = draw(folder.load(), published, folder.load_tune())
     assert set(drawn) == set(figures.ALT)
     assert dict(mpl.rcParams) == before
+
+
+def test_ragged_rows_and_ablations_change_no_figure_of_the_sixteen_shapes(folder, published, make_row):
+    """What they would be taken for: a shape of the sixteen, and a contestant."""
+    folder.decode += [make_row("hopper", *shape) for shape in SHAPES]
+
+    def points():
+        frame = folder.load()
+        drawn = [figures.speedup(frame), figures.tflops(frame), figures.roofline(frame, published)]
+        return [[marks(figure, name) for name in LOOKS] for figure in drawn]
+
+    before = points()
+    folder.decode += [make_row("hopper", 128, 32768, latency_us_p50=1.0, lengths="log-uniform")]
+    folder.decode += [make_row(name, 128, 32768, latency_us_p50=1.0) for name in ABLATIONS]
+    assert points() == before
 
 
 def test_speedup_writes_every_ratio_and_counts_the_wins(folder):

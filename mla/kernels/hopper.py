@@ -17,8 +17,8 @@ probabilities of both tiles. Time runs downwards; `-->` is a barrier, named as i
     O_L += P0 V0_left                            m1, P1 = softmax(S1), under that product
       (frees the left half of the even tile)       (frees the right half of the even tile)
     O_L += P1 V1_left         <--P_ODD_READY--   O_R += P1 V1_right
-    S0 of the next pair, under that product        (frees the right half of the odd tile)
-      (frees the left half of the odd tile)
+      (frees the left half of the odd tile)        (frees the right half of the odd tile)
+    S0 of the next pair, begun under that product
 
 Both consumers add the even tile first, then the odd one, so P0 is never rescaled after it was sent. The running
 maximum moves only when a row's maximum grew by more than THRESHOLD (base 2), so that the rescaling of the output is
@@ -31,8 +31,9 @@ part goes with the left half of the even and the right half of the odd tile. Ful
 columns, so that Q Kᵀ starts when the first lands. Q's rotated chunk lives in registers; its shared memory takes P1. A
 product whose operand is in registers holds its warps until it starts, so the rotated part is multiplied last.
 
-The two CTAs of a request's head blocks load the same tiles. Each asks for one tile of the next pair in L2, in two
-halves and after its own loads: a whole tile at once, or before them, holds them up.
+The two CTAs of a request's head blocks load the same tiles. Each asks for one tile of the next pair in L2, one half
+after its loads of the even tile, the other after those of the odd one: a whole tile at once, or before them, holds them
+up. In the first pair of a run both wait until its even tile has landed.
 
 The last tile of a request is loaded with its tokens in the last rows: the box starts at a negative row, for which TMA
 writes zeros. Nothing past a request's end is read, whatever it holds; what stands before it is masked.

@@ -120,9 +120,10 @@ class HopperLaunch:
         # With one block of heads the prefetch does not pay; it takes contiguous rows, and more registers than the
         # producer has at 16 rows a box.
         pays = self._rows > 16 and head_blocks == 2 and kv_cache.stride(1) == RANK + ROPE
+        self.prefetch: bool = pays if prefetch is None else prefetch
         self._constants = dict(
             ROWS=self._rows, TILES_PER_PAGE=max(kv_cache.shape[1] // 64, 1), THRESHOLD=_THRESHOLD,
-            CONSUMER_REGISTERS=CONSUMER_REGISTERS[self._rows], PREFETCH=pays if prefetch is None else prefetch,
+            CONSUMER_REGISTERS=CONSUMER_REGISTERS[self._rows], PREFETCH=self.prefetch,
         )  # fmt: skip
         self._pdl = pdl
         self._plan_key = (batch_size, self._num_heads, q.device.index)

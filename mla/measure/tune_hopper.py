@@ -32,7 +32,7 @@ def variants(case: Case, problems: list[Problem]) -> list[tuple[dict[str, object
     """Columns of each variant, and what makes its calls; `by_rule` where it is what the kernel does by itself."""
     first = problems[0]
     q, out = first.q_absorbed, first.q_absorbed[..., : first.config.kv_lora_rank]
-    own_prefetch = hopper_launch.HopperLaunch(q, first.kv_cache, first.block_table, out)._constants["PREFETCH"]
+    own_prefetch = hopper_launch.HopperLaunch(q, first.kv_cache, first.block_table, out).prefetch
     own_plan = hopper_launch.plan_hopper(first.seq_lens, case.num_heads).work
     found = []
     for name, mode in MODES.items():

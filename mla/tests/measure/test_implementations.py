@@ -75,7 +75,7 @@ def test_the_real_launcher_takes_these_options(problems):
     q, kv_cache, table = (getattr(problems[0], n) for n in ("q_absorbed", "kv_cache", "block_table"))
     launch = hopper_launch.HopperLaunch(q, kv_cache, table, q, prefetch=True, pdl=False)
     # what the sweep reads (mla.measure.tune_hopper)
-    assert launch._constants["PREFETCH"] is True
+    assert launch.prefetch is True
 
 
 def test_the_staircase_ends_with_the_finished_kernel():

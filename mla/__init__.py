@@ -12,6 +12,8 @@ _PUBLIC = {
     "DecodePlan": "mla.decode",
     "mla_decode": "mla.decode",
     "plan_decode": "mla.decode",
+    "patch_model": "mla.hf.patch",
+    "unpatch_model": "mla.hf.patch",
 }
 
 __all__ = sorted(_PUBLIC)

@@ -7,7 +7,7 @@ from mla.kernels import ON_INTERPRETER
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _is_supported_width(n: int) -> bool:
+def is_supported_width(n: int) -> bool:
     return n >= 16 and n & (n - 1) == 0
 
 
@@ -22,7 +22,7 @@ def check_call(q, kv_cache, block_table, seq_lens, kv_lora_rank, num_splits, out
         if tensor.ndim != dims[name]:
             raise ValueError(f"{name}: expected {dims[name]} dimensions, got shape {tuple(tensor.shape)}")
     batch_size, num_heads, width = q.shape
-    if not (_is_supported_width(kv_lora_rank) and _is_supported_width(width - kv_lora_rank)):
+    if not (is_supported_width(kv_lora_rank) and is_supported_width(width - kv_lora_rank)):
         raise ValueError(
             f"q: expected a width of kv_lora_rank + qk_rope_head_dim, both powers of two from 16 up, got a width of "
             f"{width} with kv_lora_rank {kv_lora_rank}; pass kv_lora_rank, or pad the rope part with zeros"

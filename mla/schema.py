@@ -11,3 +11,9 @@ TUNE_COLUMNS = [
     "num_warps", "num_stages", "loads", "num_splits", "mode", "prefetch", "by_rule", "latency_us_p20",
     "latency_us_p50", "latency_us_p80", "repeats", "matmul_tflops", "rel_err", "status", "run_id",
 ]  # fmt: skip
+
+PIPELINE_COLUMNS = [
+    "model", "batch_size", "context_len", "num_layers", "hidden_size", "num_heads", "dtype", "parameters", "fill",
+    "compiled", "latency_us_p20", "latency_us_p50", "latency_us_p80", "repeats", "tokens_per_s", "prefill_ms",
+    "cache_bytes", "weight_bytes", "fill_peak_bytes", "decode_peak_bytes", "status", "run_id",
+]  # fmt: skip

@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="triton-mla-bench",
         description=__doc__,
         epilog="Commands of their own: `triton-mla-bench tune` sweeps configurations, `triton-mla-bench first-call` "
-        "times compilation; each has its --help.",
+        "times compilation, `triton-mla-bench generate` times whole models; each has its --help.",
     )
     selection.add_arguments(parser)
     parser.add_argument("--timer", choices=TIMERS, nargs="+", default=list(TIMERS))
@@ -76,7 +76,7 @@ def _progress(total: int):
     return tqdm(total=total, file=sys.stderr, unit="case", dynamic_ncols=True)
 
 
-class _Progress:
+class Progress:
     """A bar on stderr; where tqdm is not installed, a line a step."""
 
     def __init__(self, total: int):
@@ -103,7 +103,7 @@ def _gate_jobs(cases: list[Case], device: str) -> int:
 
 
 def gate_group(
-    selected: dict[Case, list[str]], device: str, args: argparse.Namespace, progress: _Progress
+    selected: dict[Case, list[str]], device: str, args: argparse.Namespace, progress: Progress
 ) -> dict[tuple[str, Case], Verdict]:
     """Check each case's implementations; those that need the GPU to themselves come last, one by one."""
 
@@ -182,7 +182,7 @@ def run_benchmark(args: argparse.Namespace, command: list[str]) -> int:
 
     todo = {case: pairs for case, names in selected.items() if (pairs := missing(case, names))}
     begin, num_failed = time.monotonic(), 0
-    progress = _Progress(sum(len(_names(pairs)) + 1 for pairs in todo.values()))
+    progress = Progress(sum(len(_names(pairs)) + 1 for pairs in todo.values()))
     for group in _batched(list(todo), args.group):
         if time.monotonic() - begin > args.time_budget:
             print("time budget spent: run the same command again to go on", file=sys.stderr)
@@ -217,7 +217,7 @@ def run_check(args: argparse.Namespace) -> int:
     """Only the gate; returns the number of cases that failed."""
     has_gpu = torch.cuda.is_available()
     selected = selection.select(args, has_gpu)
-    progress = _Progress(sum(map(len, selected.values())))
+    progress = Progress(sum(map(len, selected.values())))
     verdicts = gate_group(selected, "cuda" if has_gpu else "cpu", args, progress)
     progress.close()
     for (name, case), verdict in verdicts.items():
@@ -228,7 +228,11 @@ def run_check(args: argparse.Namespace) -> int:
 
 def _command(name: str) -> Callable[[list[str]], int] | None:
     """The main function of a command of its own."""
-    modules = {"tune": "mla.measure.tune", "first-call": "mla.measure.first_call"}
+    modules = {
+        "tune": "mla.measure.tune",
+        "first-call": "mla.measure.first_call",
+        "generate": "mla.measure.pipeline",
+    }
     return import_module(modules[name]).main if name in modules else None
 
 

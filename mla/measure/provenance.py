@@ -63,7 +63,7 @@ def machine() -> dict[str, object]:
         "cuda": torch.version.cuda,
         "power_limit_w": smi.get("power.limit"),
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "triton", "numpy")},
+        **{name: _version(name) for name in ("torch", "triton", "numpy", "transformers")},
     }
 
 

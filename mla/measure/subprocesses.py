@@ -1,4 +1,4 @@
-"""The benchmark's child processes: a gate a contestant, a timing run a shape."""
+"""The benchmark's child processes: a gate a contestant, a timing run a shape, a pipeline a model."""
 
 import json
 import queue
@@ -17,12 +17,58 @@ def _last_line(text: str) -> str:
     return lines[-1].strip()[:200] if lines else "no message"
 
 
-def _forward_lines(stream, answers: queue.Queue) -> None:
-    """Every line that is an answer (a contestant may print as well), then None at the end of the stream."""
+def _forward_lines(stream, begins: str, answers: queue.Queue) -> None:
+    """Every line that is an answer (others may print as well), then None at the end of the stream."""
     for line in stream:
-        if line.startswith('{"rel_err"'):
+        if line.startswith(begins):
             answers.put(line)
     answers.put(None)
+
+
+def answers_in_process(
+    command: list[str], requests: list[object], *, begins: str, timeout_s: float
+) -> Iterable[tuple[object, dict | None, str]]:
+    """Put requests to a process that answers them in turn.
+
+    A request that hangs or crashes the process has failed; the rest go to a new process.
+
+    Args:
+        command: of the process, which reads a JSON request a line and prints a JSON answer a line.
+        requests: dataclass instances.
+        begins: how an answer's line begins.
+        timeout_s: limit of one request, the process's start and compilation included.
+
+    Yields:
+        The request, its answer or None, and why there is none.
+    """
+    remaining = list(requests)
+    while remaining:
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            answers, errors = queue.Queue(), []
+            readers = [
+                threading.Thread(target=_forward_lines, args=(process.stdout, begins, answers)),
+                threading.Thread(target=lambda stream, kept: kept.append(stream.read()), args=(process.stderr, errors)),
+            ]
+            for reader in readers:
+                reader.start()
+            process.stdin.write("".join(json.dumps(asdict(request)) + "\n" for request in remaining))
+            process.stdin.close()
+            while remaining:
+                try:
+                    answer = answers.get(timeout=timeout_s)
+                except queue.Empty:
+                    process.kill()
+                    yield remaining.pop(0), None, f"failed: no answer within {timeout_s:.0f} s"
+                    break
+                if answer is None:
+                    process.wait()
+                    readers[1].join()
+                    reason = f"failed: the process ended with code {process.returncode}: {_last_line(errors[0])}"
+                    yield remaining.pop(0), None, reason
+                    break
+                yield remaining.pop(0), json.loads(answer), ""
 
 
 def gate_in_process(
@@ -42,35 +88,9 @@ def gate_in_process(
     Yields:
         A verdict a case, in order.
     """
-    remaining = list(cases)
-    while remaining:
-        command = [sys.executable, "-m", "mla.measure.gate", name, device, str(seed)]
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as process:
-            answers, errors = queue.Queue(), []
-            readers = [
-                threading.Thread(target=_forward_lines, args=(process.stdout, answers)),
-                threading.Thread(target=lambda stream, kept: kept.append(stream.read()), args=(process.stderr, errors)),
-            ]
-            for reader in readers:
-                reader.start()
-            process.stdin.write("".join(json.dumps(asdict(c)) + "\n" for c in remaining))
-            process.stdin.close()
-            while remaining:
-                try:
-                    answer = answers.get(timeout=timeout_s)
-                except queue.Empty:
-                    process.kill()
-                    yield remaining.pop(0), Verdict(None, False, f"failed: no answer within {timeout_s:.0f} s")
-                    break
-                if answer is None:
-                    process.wait()
-                    readers[1].join()
-                    reason = f"failed: the process ended with code {process.returncode}: {_last_line(errors[0])}"
-                    yield remaining.pop(0), Verdict(None, False, reason)
-                    break
-                yield remaining.pop(0), Verdict(**json.loads(answer))
+    command = [sys.executable, "-m", "mla.measure.gate", name, device, str(seed)]
+    for case, answer, reason in answers_in_process(command, list(cases), begins='{"rel_err"', timeout_s=timeout_s):
+        yield case, Verdict(None, False, reason) if answer is None else Verdict(**answer)
 
 
 def time_in_process(

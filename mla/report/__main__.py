@@ -62,16 +62,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def redraw(data_dir: Path, output: Path, readme_path: Path | None, gpu: str) -> list[Path]:
     """Write all figures and tables of one GPU's newest data, and the README's blocks; returns the paths written."""
     frame, tune = data.load(data_dir, gpu), data.load_tune(data_dir, gpu)
+    pipeline = data.load_pipeline(data_dir, gpu)
     hopper_tune, first_call = data.load_tune(data_dir, gpu, kernel="hopper"), first_call_sentence(data_dir, gpu)
     published = data.load_published(data_dir)
-    table = claims(frame, published, tune)
+    table = claims(frame, published, tune, pipeline)
     readmes = {}
     if readme_path is not None:
         # A README without its markers is found before anything is written.
         readmes = updated_readmes(readme_path, data_dir, frame, published, table, output, first_call)
     output.mkdir(parents=True, exist_ok=True)
     paths = []
-    for name, figure in draw(frame, published, tune).items():
+    for name, figure in draw(frame, published, tune, pipeline).items():
         paths += figures.save(figure, output, name)
     for name, text in texts(frame, table, tune, hopper_tune, first_call).items():
         paths.append(write(output / name, text))
@@ -107,8 +108,13 @@ def updated_readmes(
     return texts
 
 
-def draw(frame: pd.DataFrame, published: pd.DataFrame, tune: pd.DataFrame | None) -> dict[str, figures.Figure]:
-    """All figures by file name; tuning, heads and staircase only where they were measured."""
+def draw(
+    frame: pd.DataFrame,
+    published: pd.DataFrame,
+    tune: pd.DataFrame | None,
+    pipeline: pd.DataFrame | None = None,
+) -> dict[str, figures.Figure]:
+    """All figures by file name; tuning, heads, staircase and pipeline only where they were measured."""
     drawn = {
         "speedup": figures.speedup(frame, published=published),
         "tflops": figures.tflops(frame),
@@ -120,6 +126,8 @@ def draw(frame: pd.DataFrame, published: pd.DataFrame, tune: pd.DataFrame | None
         drawn["heads"] = figures.heads(frame)
     if not studies.staircase(frame).empty:
         drawn["staircase"] = figures.staircase(frame)
+    if pipeline is not None:
+        drawn["pipeline"] = figures.pipeline(pipeline)
     return drawn
 
 

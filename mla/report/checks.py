@@ -32,11 +32,12 @@ class Finding(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What a check may look at: the decode data, the sweep (or None) and the kernel in question."""
+    """What a check may look at: the decode data, the sweep, the kernel in question, whole models (None: not there)."""
 
     frame: pd.DataFrame
     tune: pd.DataFrame | None
     kernel: str
+    pipeline: pd.DataFrame | None = None
 
 
 NO_DATA = Finding("no valid measurement", None)

@@ -12,14 +12,13 @@ from mla.report.checks import (
     check_head_reuse,
     check_loss,
     check_loss_reason,
-    check_mla_context,
     check_peak,
-    check_prefill_memory,
     check_ratio,
     check_tuning,
     check_wins,
 )
 from mla.report.compare import finished
+from mla.report.pipeline_checks import PIPELINE_CHECKS, memory_checks
 
 NOT_YET = "not tested yet"
 NOT_HERE = "not testable here"
@@ -51,15 +50,13 @@ DATA_CHECKS = {
     "article-bandwidth-bound": check_bandwidth_bound,
     "article-head-reuse": check_head_reuse,
     "article-tuning": check_tuning,
+    **PIPELINE_CHECKS,
 }
 # These follow from dimensions: they hold or not on any GPU.
 ARITHMETIC_CHECKS = {
     "article-row-width": check_dimension(size.MLA_V3.cached_values, ""),
     "article-heads": check_dimension(size.MLA_V3.num_heads, ""),
-    "tutorial-cache-saving": check_dimension(SAVING, ""),
     "tutorial-mha-limit": check_dimension(MHA_LIMIT, "weights and cache alone fill the card earlier"),
-    "tutorial-mla-context": check_mla_context,
-    "tutorial-8192-oom": check_prefill_memory,
     "tutorial-mqa-cost": check_dimension(
         size.MLA_V3.cached_values / size.mqa_cached_values(), "a row is 576 values, not 256"
     ),
@@ -67,11 +64,20 @@ ARITHMETIC_CHECKS = {
     "tutorial-scale": check_dimension(
         size.MLA_V3.qk_head_dim**-0.5, "192 ** -0.5, as DeepSeek's query heads are 192 wide"
     ),
+    **memory_checks(SAVING),
 }
 
 
-def claims(frame: pd.DataFrame, published: pd.DataFrame, tune: pd.DataFrame | None = None) -> pd.DataFrame:
+def claims(
+    frame: pd.DataFrame,
+    published: pd.DataFrame,
+    tune: pd.DataFrame | None = None,
+    pipeline: pd.DataFrame | None = None,
+) -> pd.DataFrame:
     """Judge every published row.
+
+    Args:
+        frame, published, tune, pipeline: what `data.load`, `load_published`, `load_tune` and `load_pipeline` return.
 
     Returns:
         The published columns, and `kernel` (empty where no kernel is in question), `ours` and `verdict`; a claim about
@@ -81,7 +87,7 @@ def claims(frame: pd.DataFrame, published: pd.DataFrame, tune: pd.DataFrame | No
     rows = []
     for claim_id, row in published.iterrows():
         for kernel in kernels if claim_id in KERNEL_CHECKS else [""]:
-            ours, text = judge(claim_id, row, Evidence(frame, tune, kernel))
+            ours, text = judge(claim_id, row, Evidence(frame, tune, kernel, pipeline))
             rows.append({"id": claim_id, **row, "kernel": kernel, "ours": ours, "verdict": text})
     return pd.DataFrame(rows)
 

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import pandas as pd
 
 from mla.report.schema import DEFAULT_PAGE_SIZE, PUBLISHED_COLUMNS, read_checked
-from mla.schema import DECODE_COLUMNS, TUNE_COLUMNS
+from mla.schema import DECODE_COLUMNS, PIPELINE_COLUMNS, TUNE_COLUMNS
 
 DEFAULT_GPU = "h200"
 
 
 class DataFile(NamedTuple):
-    """One measured file: what it holds (`decode` or `tune`), its GPU, its date (YYYY-MM-DD) and its path."""
+    """One measured file: what it holds (`decode`, `pipeline`, `tune`), its GPU, its date (YYYY-MM-DD), its path."""
 
     kind: str
     gpu: str
@@ -23,10 +23,10 @@ class DataFile(NamedTuple):
 
 
 def list_files(directory: str | Path) -> list[DataFile]:
-    """All decode and tune files of a directory, sorted by kind, GPU and date."""
+    """All decode, pipeline and tune files of a directory, sorted by kind, GPU and date."""
     if not Path(directory).is_dir():
         raise FileNotFoundError(f"expected a data directory, got {directory}; give one with --data")
-    pattern = re.compile(r"(decode|tune)_([a-z0-9-]+)_(\d{4}-\d{2}-\d{2})\.csv")
+    pattern = re.compile(r"(decode|pipeline|tune)_([a-z0-9-]+)_(\d{4}-\d{2}-\d{2})\.csv")
     matches = [(pattern.fullmatch(path.name), path) for path in Path(directory).iterdir()]
     return sorted(DataFile(*match.groups(), path) for match, path in matches if match)
 
@@ -113,6 +113,20 @@ def load_tune(
         frame = frame.astype(dict.fromkeys(whole, int))
         return frame.assign(gpu=load_sidecar(file.path)["gpu"], date=file.date, usable=frame["status"] == "ok")
     return None
+
+
+def load_pipeline(directory: str | Path, gpu: str = DEFAULT_GPU, date: str | None = None) -> pd.DataFrame | None:
+    """The newest measurement of whole models on one GPU, or None where none was made.
+
+    Returns:
+        The columns of the file and `gpu` (full name), `date` and `citable` (the commit of the run was clean).
+    """
+    file = find_file(directory, "pipeline", gpu, date)
+    if file is None:
+        return None
+    frame, sidecar = read_checked(file.path, PIPELINE_COLUMNS), load_sidecar(file.path)
+    clean_runs = {run.get("run_id") for run in sidecar["runs"] if run.get("dirty") is False}
+    return frame.assign(gpu=sidecar["gpu"], date=file.date, citable=frame["run_id"].isin(clean_runs))
 
 
 def load_published(directory: str | Path) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""The figures, each a function from a DataFrame to a Figure: speedup, tflops, roofline, tuning, heads, staircase."""
+"""The figures, each a function from a DataFrame to a Figure."""
 
 import numpy as np
 import pandas as pd
@@ -16,6 +16,7 @@ from mla.report.compare import (
     tokens_name,
     usual,
 )
+from mla.report.pipeline_figure import pipeline
 from mla.report.roofline_figure import roofline
 from mla.report.schema import DEFAULT_PAGE_SIZE, IMPLEMENTATIONS
 from mla.report.speedup_figure import speedup
@@ -38,7 +39,7 @@ from mla.report.style import (
 )
 from mla.report.tuning_tables import tuning_table
 
-__all__ = ["ALT", "heads", "roofline", "save", "speedup", "staircase", "tflops", "tuning"]
+__all__ = ["ALT", "heads", "pipeline", "roofline", "save", "speedup", "staircase", "tflops", "tuning"]
 
 
 @styled

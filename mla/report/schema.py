@@ -45,6 +45,8 @@ ALLOWED = {
     "timer": ["cuda_graph", "eager"],
     "l2_state": ["cold"],
     "loads": ["pointer", "descriptor"],
+    "model": ["mla_patched", "mla_unpatched", "mha"],
+    "fill": ["prefill", "random_rows"],
     "testable": ["yes", "later", "no", "constant"],
 }
 # The names that torch prints, and the short ones used here.

@@ -66,6 +66,12 @@ OPPONENT_NAMES = {
 }
 
 ALT = {
+    "pipeline": (
+        "Two panels over the context length from 1K to 128K, a line a model: MLA after the patch, MLA as transformers "
+        "decodes it, and plain multi-head attention of like size. Left the time of a decode step in milliseconds on a "
+        "logarithmic axis, with numbers under the patched model's points: how many times as fast it is as the other "
+        "two. Right the peak memory while decoding in GiB. Contexts that ran out of memory are crosses at the top."
+    ),
     "speedup": (
         "Speed-up at each of the sixteen shapes over torch.compile, in two rows: above on a contiguous cache, below "
         "on the gathered paged cache. Four panels a row for batch size 8, 32, 64 and 128; context length from 1K to "

@@ -12,7 +12,7 @@ import pytest
 from mla.measure.cases import GROUPS, Case
 from mla.measure.implementations import STAIRCASE
 from mla.report import data
-from mla.schema import DECODE_COLUMNS, TUNE_COLUMNS
+from mla.schema import DECODE_COLUMNS, PIPELINE_COLUMNS, TUNE_COLUMNS
 
 matplotlib.use("Agg")
 
@@ -123,8 +123,31 @@ def hopper_tune_row(case: Case, mode: str, prefetch: str, by_rule: bool, latency
     return dict.fromkeys(TUNE_COLUMNS) | columns | made | {"status": "ok", "run_id": "t1"} | changes
 
 
+def pipeline_row(model: str, context_len: int, **changes) -> dict:
+    """One measurement of a whole model: the patched one's step takes 1 ms and 1 us for 128 tokens."""
+    slower = {"mla_patched": 1.0, "mha": 1 + context_len / 8192, "mla_unpatched": 1 + context_len / 4096}[model]
+    step_us = slower * (1000 + context_len / 128)
+    values = {"mha": 8192}.get(model, 576)
+    cache_bytes = 8 * 4 * 2 * values * (context_len + 33)
+    row = dict.fromkeys(PIPELINE_COLUMNS) | {
+        "model": model, "batch_size": 8, "context_len": context_len, "num_layers": 4, "hidden_size": 4096,
+        "num_heads": 32, "dtype": "bf16", "parameters": 8e8, "weight_bytes": 1.6e9,
+        "fill": "prefill" if context_len <= 8192 else "random_rows", "compiled": False,
+        **{f"latency_us_p{q}": step_us * f for q, f in ((20, 0.99), (50, 1), (80, 1.01))},
+        "repeats": 24, "tokens_per_s": 8e6 / step_us, "cache_bytes": cache_bytes,
+        "fill_peak_bytes": 2e9 + 2 * cache_bytes, "decode_peak_bytes": 2e9 + cache_bytes, "status": "ok",
+        "run_id": "p1",
+    }  # fmt: skip
+    row |= changes
+    if row["status"] != "ok":
+        row |= {
+            name: None for name in row if name.startswith(("latency", "tokens", "cache", "fill_peak", "decode_peak"))
+        }
+    return row
+
+
 class DataFolder:
-    """A data folder in the making: `decode` and `tune` are lists of rows to change before `write`."""
+    """A data folder in the making: `decode`, `tune` and `pipeline` are lists of rows to change before `write`."""
 
     def __init__(self, path: Path, published: Path):
         self.path = path
@@ -132,7 +155,7 @@ class DataFolder:
         shutil.copy(published, path)
         timers = ("cuda_graph", "eager")
         self.decode = [decode_row(name, *shape, timer) for name in FACTORS for shape in SHAPES for timer in timers]
-        self.tune = []
+        self.tune, self.pipeline = [], []
         for shape in SHAPES:
             self.tune += [tune_row(*shape, 200.0), tune_row(*shape, 100.0, block_h=64, block_n=64, loads="descriptor")]
 
@@ -141,6 +164,14 @@ class DataFolder:
         for group in groups or ("heads", "long", "ragged", "staircase"):
             names = STAIRCASE if group == "staircase" else ("hopper", "flashmla", "portable")
             self.put(study_row(name, case) for case in GROUPS[group] for name in names)
+
+    def add_pipeline(self, **out_of_memory: int) -> None:
+        """Rows of whole models from 1K to 128K; a model that is named runs out of memory from that context on."""
+        for model in ("mla_patched", "mla_unpatched", "mha"):
+            for context_len in (2**n for n in range(10, 18)):
+                failed = context_len >= out_of_memory.get(model, 2**30)
+                changes = {"status": "out_of_memory"} if failed else {}
+                self.pipeline.append(pipeline_row(model, context_len, **changes))
 
     def put(self, rows) -> None:
         """Add decode rows in the place of those of the same implementation, case and timer."""
@@ -174,10 +205,12 @@ class DataFolder:
     def write(
         self, gpu="h200", date="2026-01-02", gpu_name="NVIDIA H200", dirty=False, columns=DECODE_COLUMNS, notes=None
     ) -> Path:
-        """Write both CSV files and their provenance; returns the folder."""
-        for kind, rows, run in (("decode", self.decode, "r1"), ("tune", self.tune, "t1")):
+        """Write the CSV files and their provenance; returns the folder."""
+        written = {"decode": (self.decode, "r1", columns), "tune": (self.tune, "t1", TUNE_COLUMNS)}
+        if self.pipeline:
+            written["pipeline"] = (self.pipeline, "p1", PIPELINE_COLUMNS)
+        for kind, (rows, run, names) in written.items():
             stem = self.path / f"{kind}_{gpu}_{date}"
-            names = columns if kind == "decode" else TUNE_COLUMNS
             pd.DataFrame(rows, columns=names).to_csv(f"{stem}.csv", index=False)
             sidecar = {"gpu": gpu_name, "runs": [{"run_id": run, "dirty": dirty}]}
             if notes and kind == "decode":
@@ -198,6 +231,10 @@ class DataFolder:
     def load(self, **options) -> pd.DataFrame:
         """Write and load the decode measurements."""
         return data.load(self.write(**options), options.get("gpu", "h200"))
+
+    def load_pipeline(self, **options) -> pd.DataFrame | None:
+        """Write and load the whole models."""
+        return data.load_pipeline(self.write(**options))
 
     def load_tune(self) -> pd.DataFrame:
         """Write and load the sweep."""

@@ -19,6 +19,7 @@ def test_second_run_writes_the_same_bytes(folder, tmp_path, readme_text):
     folder.change("absorbed", (128, 32768), status="out_of_memory")
     folder.add_studies()
     folder.add_hopper_sweep()
+    folder.add_pipeline(mha=65536)
     folder.write()
     folder.write_first_call()
     written = []
@@ -30,7 +31,7 @@ def test_second_run_writes_the_same_bytes(folder, tmp_path, readme_text):
         assert (done.returncode, done.stderr) == (0, "")
         written.append({path.name: path.read_bytes() for path in output.iterdir()})
         assert done.stdout.count("wrote ") == len(written[-1]) + 1
-    drawn = ("speedup", "tflops", "roofline", "tuning", "heads", "staircase")
+    drawn = ("speedup", "tflops", "roofline", "tuning", "heads", "staircase", "pipeline")
     names = [f"{name}.{kind}" for name in drawn for kind in ("svg", "png")]
     names += ["results.md", "results.csv", "results.tex", "claims.md", "tuning.md", "tuning_hopper.md", "studies.md"]
     assert sorted(written[0]) == sorted(names)

@@ -36,7 +36,8 @@ def test_every_figure_has_an_alt_text_and_leaves_the_style_alone(folder, publish
     drawn = draw(folder.load(), published, folder.load_tune())
     assert set(drawn) == {"speedup", "tflops", "roofline", "tuning"}
     folder.add_studies()
-    drawn = draw(folder.load(), published, folder.load_tune())
+    folder.add_pipeline()
+    drawn = draw(folder.load(), published, folder.load_tune(), folder.load_pipeline())
     assert set(drawn) == set(figures.ALT)
     assert dict(mpl.rcParams) == before
 

@@ -27,15 +27,21 @@ notebooks: $(FULL)  ## execute the notebooks afresh, in place
 lab: $(LAB)  ## open the notebooks in JupyterLab
 	$(PY) -m jupyterlab notebooks
 
+# Tests that use a GPU where there is one.
+GPU_TESTS := $(addprefix mla/tests/,test_decode.py test_decode_gpu.py test_hf_gpu.py stages kernels \
+	measure/test_opponents.py measure/test_intermediates.py)
+
 # The benchmark comes last, since a row that failed ends it with an error; a model that failed stops nothing.
 measure: $(FULL)  ## sweep and benchmark on this machine's GPU, into data/ (run again to go on; CASES="heads long" for less)
 	$(PY) -m mla.measure.bench tune --output data
 	$(PY) -m mla.measure.bench first-call --output data
+	$(PY) -m mla.measure.bench opponents --output data
+	$(PY) -m mla.measure.bench intermediates --output data
 	-$(PY) -m mla.measure.bench generate --output data
 	$(PY) -m mla.measure.bench --cases $(or $(CASES),all) --output data $(FLAGS)
 
-test-gpu: $(FULL)  ## run the kernel tests on this machine's GPU, summary into data/
-	$(PY) -m pytest -q mla/tests/test_decode.py mla/tests/test_decode_gpu.py mla/tests/test_hf_gpu.py mla/tests/stages mla/tests/kernels --record data $(FLAGS)
+test-gpu: $(FULL)  ## run the GPU tests on this machine's GPU, summary into data/
+	$(PY) -m pytest -q $(GPU_TESTS) --record data $(FLAGS)
 
 lint: $(FULL)  ## check style and CITATION.cff
 	$(PY) -m ruff check .

@@ -17,3 +17,15 @@ PIPELINE_COLUMNS = [
     "compiled", "latency_us_p20", "latency_us_p50", "latency_us_p80", "repeats", "tokens_per_s", "prefill_ms",
     "cache_bytes", "weight_bytes", "fill_peak_bytes", "decode_peak_bytes", "status", "run_id",
 ]  # fmt: skip
+
+OPPONENT_COLUMNS = [
+    "form", "cache", "precision", "compile_mode", "batch_size", "context_len", "lengths", "num_heads", "dtype",
+    "page_size", "timer", "l2_state", "latency_us_p20", "latency_us_p50", "latency_us_p80", "repeats",
+    "portable_us_p50", "hopper_us_p50", "flops", "matmul_tflops", "read_gbps", "rel_err", "status", "run_id",
+]  # fmt: skip
+
+INTERMEDIATE_COLUMNS = [
+    "implementation", "batch_size", "context_len", "lengths", "num_heads", "dtype", "page_size", "step", "position",
+    "kernel_name", "grid", "block", "latency_us_p50", "repeats", "allocated_bytes", "output_bytes", "scratch_bytes",
+    "inductor_read_bytes", "inductor_written_bytes", "bytes_moved", "flops", "rel_err", "status", "run_id",
+]  # fmt: skip

@@ -27,14 +27,23 @@ from mla.schema import DECODE_COLUMNS
 _GATE_JOBS = 4
 # Memory of a gate over that of its inputs: `absorbed` copies a ragged batch's contiguous cache and makes fp32 scores.
 _GATE_MEMORY = 4
+# What has a main function of its own, and what it does.
+_COMMANDS = {
+    "tune": "sweeps configurations",
+    "first-call": "times compilation",
+    "opponents": "times ways to write the baseline in torch",
+    "generate": "times whole models",
+    "intermediates": "counts the kernels of one call and the bytes between them",
+}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="triton-mla-bench",
         description=__doc__,
-        epilog="Commands of their own: `triton-mla-bench tune` sweeps configurations, `triton-mla-bench first-call` "
-        "times compilation, `triton-mla-bench generate` times whole models; each has its --help.",
+        epilog="Commands of their own, each with its --help: "
+        + ", ".join(f"`triton-mla-bench {name}` {what}" for name, what in _COMMANDS.items())
+        + ".",
     )
     selection.add_arguments(parser)
     parser.add_argument("--timer", choices=TIMERS, nargs="+", default=list(TIMERS))
@@ -228,12 +237,8 @@ def run_check(args: argparse.Namespace) -> int:
 
 def _command(name: str) -> Callable[[list[str]], int] | None:
     """The main function of a command of its own."""
-    modules = {
-        "tune": "mla.measure.tune",
-        "first-call": "mla.measure.first_call",
-        "generate": "mla.measure.pipeline",
-    }
-    return import_module(modules[name]).main if name in modules else None
+    module = {"generate": "pipeline"}.get(name, name.replace("-", "_"))
+    return import_module(f"mla.measure.{module}").main if name in _COMMANDS else None
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,11 +1,14 @@
-"""The benchmark's child processes: a gate a contestant, a timing run a shape, a pipeline a model."""
+"""Child processes: a gate a contestant, a timing run a shape, a pipeline a model, a process a question of a study."""
 
+import contextlib
 import json
+import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
 from mla.measure.cases import Case
@@ -23,6 +26,62 @@ def _forward_lines(stream, begins: str, answers: queue.Queue) -> None:
         if line.startswith(begins):
             answers.put(line)
     answers.put(None)
+
+
+def answers_in_fresh_processes(
+    module: str, requests: Iterable[dict[str, object]], *, timeout_s: float, environment: dict[str, str] | None = None
+) -> Iterator[tuple[dict[str, object], object | None, str]]:
+    """Have each request answered by a process of its own, one at a time; the next one imports meanwhile.
+
+    Args:
+        module: run as `python -m`; reads one JSON request from stdin and prints the answer as the last line.
+        requests: what to ask.
+        timeout_s: limit of one answer.
+        environment: variables of the processes, beside this one's.
+
+    Yields:
+        (request, answer, ""), or (request, None, reason) where a process hangs or crashes.
+    """
+
+    def start() -> subprocess.Popen:
+        # a group of its own: a compiler's workers hold the pipes open after their parent was killed
+        return subprocess.Popen(
+            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, start_new_session=True, env={**os.environ, **(environment or {})},
+        )  # fmt: skip
+
+    requests = list(requests)
+    processes = [start()] if requests else []
+    try:
+        for i, request in enumerate(requests):
+            if i + 1 < len(requests):
+                processes.append(start())
+            process = processes.pop(0)
+            answer, reason = None, ""
+            try:
+                stdout, stderr = process.communicate(json.dumps(request), timeout=timeout_s)
+                if process.returncode == 0:
+                    answer = json.loads(stdout.strip().splitlines()[-1])
+                else:
+                    reason = f"failed: the process ended with code {process.returncode}: {_last_line(stderr)}"
+            except subprocess.TimeoutExpired:
+                reason = f"failed: no answer within {timeout_s:.0f} s"
+            finally:
+                _end(process)
+            yield request, answer, reason
+    finally:
+        for process in processes:
+            _end(process)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a process and what it started, where they still run."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for stream in (process.stdin, process.stdout, process.stderr):
+        with contextlib.suppress(OSError):
+            stream.close()
+    process.wait()
 
 
 def answers_in_process(

@@ -14,7 +14,7 @@ import torch
 from mla.measure import timing
 from mla.measure.cases import Case, draw_problems
 from mla.measure.gate import check_result
-from mla.measure.implementations import IMPLEMENTATIONS, Prepared
+from mla.measure.implementations import IMPLEMENTATIONS, Implementation, Prepared
 from mla.problem import Problem
 
 TIMERS = ("cuda_graph", "eager")
@@ -32,9 +32,8 @@ def _plan_us(prepared: Prepared) -> float | None:
     return round((statistics.median(times["both"]) - statistics.median(times["decode"])) * 1e3, 3)
 
 
-def _check_replay(name: str, stretch: timing.Stretch, problem: Problem) -> None:
+def check_replay(implementation: Implementation, stretch: timing.Stretch, problem: Problem) -> None:
     """Hold what the graph writes against the reference: what is timed was tuned and compiled again since the gate."""
-    implementation = IMPLEMENTATIONS[name]
     out, lse = stretch.last_result
     out.fill_(torch.nan)
     stretch.run()
@@ -63,7 +62,7 @@ def _stretches(
                 stretch = timing.eager_stretch(contestant.calls)
             else:
                 stretch = timing.graph_stretch(contestant.calls, pool)
-                _check_replay(name, stretch, problem)
+                check_replay(IMPLEMENTATIONS[name], stretch, problem)
             stretches[name] = stretch
         except torch.OutOfMemoryError:
             failures[name] = "out_of_memory"

@@ -10,7 +10,7 @@ LAB := .venv/lab.stamp
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help figures test notebooks lab measure test-gpu lint clean
+.PHONY: help figures test notebooks lab measure test-gpu campaign sanitize breaks lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -28,20 +28,32 @@ lab: $(LAB)  ## open the notebooks in JupyterLab
 	$(PY) -m jupyterlab notebooks
 
 # Tests that use a GPU where there is one.
-GPU_TESTS := $(addprefix mla/tests/,test_decode.py test_decode_gpu.py test_hf_gpu.py stages kernels \
+GPU_TESTS := $(addprefix mla/tests/,test_decode.py test_decode_gpu.py test_faults.py test_validate.py \
+	test_batch_invariant.py test_determinism_gpu.py test_cache.py test_cache_model.py test_cache_gpu.py \
+	test_compat.py test_compat_gpu.py test_layer.py test_layer_gpu.py test_hf_gpu.py stages kernels \
 	measure/test_opponents.py measure/test_intermediates.py)
 
-# The benchmark comes last, since a row that failed ends it with an error; a model that failed stops nothing.
+# What may end with an error, since a row failed, comes last or stops nothing.
 measure: $(FULL)  ## sweep and benchmark on this machine's GPU, into data/ (run again to go on; CASES="heads long" for less)
 	$(PY) -m mla.measure.bench tune --output data
 	$(PY) -m mla.measure.bench first-call --output data
-	$(PY) -m mla.measure.bench opponents --output data
-	$(PY) -m mla.measure.bench intermediates --output data
+	-$(PY) -m mla.measure.bench opponents --output data
+	-$(PY) -m mla.measure.bench intermediates --output data
+	-$(PY) -m mla.measure.bench prefill --output data
 	-$(PY) -m mla.measure.bench generate --output data
 	$(PY) -m mla.measure.bench --cases $(or $(CASES),all) --output data $(FLAGS)
 
 test-gpu: $(FULL)  ## run the GPU tests on this machine's GPU, summary into data/
 	$(PY) -m pytest -q $(GPU_TESTS) --record data $(FLAGS)
+
+campaign: $(FULL)  ## check 2,000 random cases on this machine's GPU, summary into data/
+	$(PY) -m mla.measure.bench campaign --output data $(FLAGS)
+
+sanitize: $(FULL)  ## run the kernels under compute-sanitizer (CUDA toolkit), table into data/
+	$(PY) -m mla.measure.bench sanitize --output data $(FLAGS)
+
+breaks: $(FULL)  ## break each guard on purpose, in copies, and see that a test fails (minutes; with a GPU also its kernel's)
+	$(PY) -m pytest -q mla/tests/test_breaks.py --run-breaks $(FLAGS)
 
 lint: $(FULL)  ## check style and CITATION.cff
 	$(PY) -m ruff check .

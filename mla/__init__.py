@@ -8,6 +8,7 @@ from importlib import import_module
 _PUBLIC = {
     "MLAConfig": "mla.config",
     "PRESETS": "mla.config",
+    "PagedCache": "mla.cache",
     "Problem": "mla.problem",
     "DecodePlan": "mla.decode",
     "mla_decode": "mla.decode",

@@ -9,12 +9,20 @@ _PUBLIC = {
     "MLAConfig": "mla.config",
     "PRESETS": "mla.config",
     "PagedCache": "mla.cache",
+    "config_from_json": "mla.config",
     "Problem": "mla.problem",
+    "MultiHeadLatentAttention": "mla.layer",
+    "CacheStep": "mla.step",
+    "begin_step": "mla.step",
+    "inspect_weights": "mla.weights",
+    "load_attention": "mla.weights",
+    "split_kv_b_proj": "mla.weights",
     "DecodePlan": "mla.decode",
     "mla_decode": "mla.decode",
     "plan_decode": "mla.decode",
     "patch_model": "mla.hf.patch",
     "unpatch_model": "mla.hf.patch",
+    "mla_prefill": "mla.prefill",
 }
 
 __all__ = sorted(_PUBLIC)

@@ -1,4 +1,4 @@
-"""What a call of `mla_decode` must be like, and what is said where it is not."""
+"""What a call of `mla_decode` or `mla_prefill` must be like, and what is said where it is not."""
 
 import torch
 
@@ -92,7 +92,7 @@ def _check_device(q: torch.Tensor) -> None:
     if q.dtype == torch.bfloat16:
         raise TypeError(
             "q: expected float16 or float32 on the CPU, since Triton's interpreter cannot multiply bfloat16, got "
-            "torch.bfloat16; convert q and kv_cache"
+            "torch.bfloat16; convert all of them"
         )
 
 
@@ -105,3 +105,47 @@ def check_step(seq_lens: torch.Tensor, num_heads: int) -> None:
         )
     if seq_lens.dtype != torch.int32:
         raise TypeError(f"seq_lens: expected torch.int32, got {seq_lens.dtype}; call .int()")
+
+
+def check_prefill(q, k_nope, k_pe, v, cached_lens, kv_lens) -> None:
+    """Raise what `mla.mla_prefill` says that it raises; either kind of lengths may be None."""
+    floats = {"q": q, "k_nope": k_nope, "k_pe": k_pe, "v": v}
+    lengths = {n: x for n, x in (("cached_lens", cached_lens), ("kv_lens", kv_lens)) if x is not None}
+    for name, tensor in floats.items():
+        dims = 3 if name == "k_pe" else 4
+        if tensor.ndim != dims or tensor.shape[-1] < 1:
+            raise ValueError(f"{name}: expected {dims} dimensions, none of width 0, got shape {tuple(tensor.shape)}")
+    (batch_size, _, num_heads, width), kv_len = q.shape, k_nope.shape[1]
+    nope, rope = k_nope.shape[-1], k_pe.shape[-1]
+    expected = {
+        "k_nope": (batch_size, kv_len, num_heads, width - rope),
+        "k_pe": (batch_size, kv_len, width - nope),
+        "v": (batch_size, kv_len, num_heads, v.shape[-1]),
+        **dict.fromkeys(lengths, (batch_size,)),
+    }
+    for name, shape in expected.items():
+        if tuple((floats | lengths)[name].shape) != shape:
+            raise ValueError(
+                f"{name}: expected shape {shape} for q of shape {tuple(q.shape)}, k_nope of {tuple(k_nope.shape)} and "
+                f"k_pe of {tuple(k_pe.shape)}, got {tuple((floats | lengths)[name].shape)}"
+            )
+    for name, tensor in (floats | lengths).items():
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(
+                f"{name}: expected a contiguous last dimension, got strides {tuple(tensor.stride())}; "
+                f"call .contiguous()"
+            )
+        if name in lengths and tensor.dtype != torch.int32:
+            raise TypeError(f"{name}: expected torch.int32, got {tensor.dtype}; call .int()")
+        if name in floats and (tensor.dtype != q.dtype or q.dtype not in _DTYPES):
+            raise TypeError(
+                f"{name}: expected bfloat16, float16 or float32, q's dtype, got {tensor.dtype} with q of {q.dtype}"
+            )
+        if tensor.device != q.device:
+            raise RuntimeError(f"{name}: expected q's device {q.device}, got {tensor.device}; move all to one device")
+    _check_device(q)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in floats.values()):
+        raise RuntimeError(
+            "mla_prefill: expected inputs that need no gradient, since the kernel has no backward pass, got one with "
+            "requires_grad; call it under torch.no_grad() or detach the inputs"
+        )

@@ -5,6 +5,7 @@ i + dim / 2. Scores agree as long as query and key use the same order, so a cach
 """
 
 import math
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -36,6 +37,12 @@ def rope_frequencies(config: MLAConfig, dtype: torch.dtype = torch.float64) -> t
     return frequencies.to(dtype)
 
 
+@lru_cache
+def _frequencies_on(device: torch.device, config: MLAConfig) -> torch.Tensor:
+    """Kept, since a copy from the host waits for the device and cannot be captured in a CUDA graph."""
+    return rope_frequencies(config).to(device)
+
+
 def _pair_with_rotations(config: MLAConfig, rotations: float) -> float:
     """The (fractional) index of the channel pair that turns `rotations` times over the original context."""
     turns = config.original_max_seq_len / (rotations * 2 * math.pi)
@@ -63,7 +70,7 @@ def apply_rope(x: torch.Tensor, positions: torch.Tensor, config: MLAConfig, orde
     if order not in ("interleaved", "halves"):
         raise ValueError(f"order: expected 'interleaved' or 'halves', got {order!r}")
     working = torch.promote_types(x.dtype, torch.float32)
-    frequencies = rope_frequencies(config).to(x.device)
+    frequencies = _frequencies_on(x.device, config)
     angles = positions.to(x.device)[..., None].double() * frequencies  # (..., tokens, dim / 2)
     magnitude = yarn_mscale(config.yarn_factor, config.yarn_mscale) / yarn_mscale(
         config.yarn_factor, config.yarn_mscale_all_dim

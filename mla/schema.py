@@ -29,3 +29,9 @@ INTERMEDIATE_COLUMNS = [
     "kernel_name", "grid", "block", "latency_us_p50", "repeats", "allocated_bytes", "output_bytes", "scratch_bytes",
     "inductor_read_bytes", "inductor_written_bytes", "bytes_moved", "flops", "rel_err", "status", "run_id",
 ]  # fmt: skip
+
+PREFILL_COLUMNS = [
+    "implementation", "config", "batch_size", "q_len", "context_len", "num_heads", "qk_head_dim", "v_head_dim", "dtype",
+    "assembly", "timer", "l2_state", "latency_us_p20", "latency_us_p50", "latency_us_p80", "repeats", "flops",
+    "matmul_tflops", "rel_err", "passed", "status", "run_id",
+]  # fmt: skip

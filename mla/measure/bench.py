@@ -32,6 +32,7 @@ _COMMANDS = {
     "tune": "sweeps configurations",
     "first-call": "times compilation",
     "opponents": "times ways to write the baseline in torch",
+    "prefill": "times the prefill kernel",
     "generate": "times whole models",
     "intermediates": "counts the kernels of one call and the bytes between them",
 }

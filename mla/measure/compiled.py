@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from mla.kernels import hopper_launch, merge, portable, work_plan
+from mla.kernels import hopper_launch, merge, portable, prefill, work_plan
 from mla.kernels.hopper import mla_decode_hopper_kernel
 from mla.stages import gluon_simple, gluon_warp_specialised, online_softmax, split_kv
 
@@ -143,6 +143,19 @@ def inspect_hopper(rows: int, prefetch: bool, dtype: str = "bf16") -> dict[str, 
     return inspect_kernel(kernel, types, constants, num_warps=4, maxnreg=168)
 
 
+def inspect_prefill(config: prefill.PrefillConfig, dtype: str = "bf16", is_causal: bool = True) -> dict[str, object]:
+    """`inspect_kernel` of the prefill kernel in one configuration, for heads of 128 + 64 and 128."""
+    kernel = prefill._mla_prefill_kernel
+    floats = dict.fromkeys(("q_ptr", "k_nope_ptr", "k_rope_ptr", "v_ptr", "out_ptr"), f"*{dtype}")
+    types = {name: "i32" for name in kernel.arg_names if name.startswith("stride_")} | floats
+    types |= {"lse_ptr": "*fp32", "q_len": "i32", "max_kv_len": "i32", "num_heads": "i32", "scale_log2": "fp32"}
+    constants = dict(
+        cached_lens_ptr=None, kv_lens_ptr=None, BLOCK_M=config.block_m, BLOCK_N=config.block_n, NOPE=128, ROPE=64,
+        V=128, NOPE_BLOCK=128, ROPE_BLOCK=64, V_BLOCK=128, IS_CAUSAL=is_causal,
+    )  # fmt: skip
+    return inspect_kernel(kernel, types, constants, num_warps=config.num_warps, num_stages=config.num_stages)
+
+
 def inspect_gluon_rung(module, dtype: str = "bf16") -> dict[str, object]:
     """`inspect_kernel` of a Gluon rung, writing fp32 parts."""
     name = module.__name__.rsplit(".")[-1]
@@ -175,6 +188,8 @@ def inspect_all(dtype: str = "bf16") -> list[dict[str, object]]:
         report.append({"kernel": kernel.__name__, "config": "", **facts})
     for config in itertools.chain(*portable.CONFIGS.values()):
         report.append({"kernel": "portable", "config": repr(config), **inspect_portable(config, dtype)})
+    for config in prefill.CONFIGS:
+        report.append({"kernel": "prefill", "config": repr(config), **inspect_prefill(config, dtype)})
     for rows, prefetch in ((64, True), (64, False), (32, True), (16, False)):
         config = f"rows={rows}, prefetch={prefetch}"
         report.append({"kernel": "hopper", "config": config, **inspect_hopper(rows, prefetch, dtype)})

@@ -23,9 +23,9 @@ def _pins(*extras):
 
 
 def test_the_reproduction_is_pinned_exactly():
-    for extra in ("figures", "reproduction"):
+    for extra in ("figures", "models", "reproduction"):
         for requirement in EXTRAS[extra]:
-            assert re.fullmatch(r"triton-mla\[figures\]|[a-z-]+==[\d.]+(; .*)?", requirement), requirement
+            assert re.fullmatch(r"triton-mla\[figures,models\]|[a-z-]+==[\d.]+(; .*)?", requirement), requirement
     assert set(FIXED_PACKAGES) <= set(_pins("figures", "reproduction", "notebooks"))
 
 

@@ -5,6 +5,9 @@ import torch
 from mla.kernels import ON_INTERPRETER
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Tokens are counted in 32 bits, and parts begin at multiples of a part's length.
+_MAX_SEQ_LEN = 2**30
+_MAX_SPLITS = 2**16
 
 
 def is_supported_width(n: int) -> bool:
@@ -44,8 +47,13 @@ def check_call(q, kv_cache, block_table, seq_lens, kv_lora_rank, num_splits, out
             raise ValueError(
                 f"{name}: expected shape {shape} for q of shape {tuple(q.shape)}, got {tuple(tensors[name].shape)}"
             )
-    if num_splits is not None and num_splits < 1:
-        raise ValueError(f"num_splits: expected a positive number or None, got {num_splits}")
+    if num_splits is not None and not 1 <= num_splits <= _MAX_SPLITS:
+        raise ValueError(f"num_splits: expected 1 to {_MAX_SPLITS} or None, got {num_splits}")
+    if block_table.shape[1] * kv_cache.shape[1] > _MAX_SEQ_LEN:
+        raise ValueError(
+            f"block_table: expected room for at most {_MAX_SEQ_LEN} tokens a request, got {block_table.shape[1]} pages "
+            f"of {kv_cache.shape[1]}; pass only the columns in use"
+        )
     for name, tensor in tensors.items():
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(
@@ -79,6 +87,47 @@ def check_call(q, kv_cache, block_table, seq_lens, kv_lora_rank, num_splits, out
             "mla_decode: expected inputs that need no gradient, since decoding has no backward pass, got one with "
             "requires_grad; call it under torch.no_grad() or detach the inputs"
         )
+
+
+def check_contents(kv_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    """Check lengths and page ids, which only the device knows, of a call that `check_call` let pass; synchronises once.
+
+    Raises:
+        ValueError: a length is negative or more than the table has room for, or a page that a request uses is not in
+            the pool; the message names the first such request.
+        RuntimeError: the current stream is being captured, which a synchronisation would break.
+    """
+    if seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "validate: expected a call outside a CUDA graph, since reading the lengths back synchronises, got one that "
+            "is being captured; validate before the capture, and before a replay with other lengths"
+        )
+    if len(seq_lens) == 0:
+        return
+    num_pages, page_size, _ = kv_cache.shape
+    max_pages = block_table.shape[1]
+    lengths = seq_lens.long()
+    is_used = torch.arange(max_pages, device=seq_lens.device) * page_size < lengths[:, None]
+    is_wrong_page = is_used & ((block_table < 0) | (block_table >= num_pages))
+    is_wrong_length = (lengths < 0) | (lengths > max_pages * page_size)
+    is_wrong = is_wrong_length | is_wrong_page.any(dim=1)
+    # an index on the device, used as such: indexing by it would read it back
+    first = is_wrong.int().argmax(dim=0, keepdim=True)
+    entries = is_wrong_page.int().argmax(dim=1)
+    pages = block_table.gather(1, entries[:, None])[:, 0]
+    facts = torch.stack([x.long() for x in (is_wrong, is_wrong_length, lengths, entries, pages)]).index_select(1, first)
+    request, any_wrong, has_wrong_length, length, entry, page = torch.cat((first, facts[:, 0])).tolist()
+    if not any_wrong:
+        return
+    if has_wrong_length:
+        raise ValueError(
+            f"seq_lens: expected 0 to {max_pages * page_size} tokens, the {max_pages} pages of {page_size} that a row "
+            f"of block_table has, got {length} for request {request}; correct it or widen block_table"
+        )
+    raise ValueError(
+        f"block_table: expected ids from 0 to {num_pages - 1}, the pages of kv_cache, got {page} as page {entry} of "
+        f"request {request}, which uses {-(-length // page_size)}; correct the entry or the length"
+    )
 
 
 def _check_device(q: torch.Tensor) -> None:

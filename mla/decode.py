@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from mla.checks import check_call, check_step
+from mla.checks import check_call, check_contents, check_step
 from mla.kernels import ON_INTERPRETER
 from mla.kernels.launch import device_guard
 from mla.kernels.portable import mla_decode_portable
+from mla.kernels.work_plan import WHOLE
 
 # Gluon changes from version to version.
 _GLUON_VERSIONS = ("3.6.",)
@@ -22,12 +23,14 @@ class DecodePlan:
 
     Args:
         hopper: of the Hopper kernel; None where another kernel runs, which needs no plan.
+        batch_invariant: whether no request is divided.
     """
 
     hopper: Any
+    batch_invariant: bool = False
 
 
-def plan_decode(seq_lens: torch.Tensor, num_heads: int) -> DecodePlan:
+def plan_decode(seq_lens: torch.Tensor, num_heads: int, *, batch_invariant: bool = False) -> DecodePlan:
     """Plan a decode step, once for all its layers: a call of `mla_decode` that is given no plan makes its own.
 
     The plan is made on the device from the lengths as they are when its kernel runs, without synchronisation: captured
@@ -37,6 +40,7 @@ def plan_decode(seq_lens: torch.Tensor, num_heads: int) -> DecodePlan:
     Args:
         seq_lens: (batch_size,) int32, contiguous; cached tokens a request. The calls must be given the same lengths.
         num_heads: query heads of the calls.
+        batch_invariant: divide no request, as `mla_decode` says.
 
     Returns:
         A DecodePlan for `mla_decode`; on an H200 it holds 17 MB for 128 heads.
@@ -48,9 +52,10 @@ def plan_decode(seq_lens: torch.Tensor, num_heads: int) -> DecodePlan:
     check_step(seq_lens, num_heads)
     launcher = _hopper_launcher()
     if launcher is None or not launcher.can_plan(seq_lens):
-        return DecodePlan(None)
+        return DecodePlan(None, batch_invariant)
     with device_guard(seq_lens.device):
-        return DecodePlan(launcher.plan_hopper(seq_lens, num_heads))
+        mode = WHOLE.value if batch_invariant else None
+        return DecodePlan(launcher.plan_hopper(seq_lens, num_heads, mode=mode), batch_invariant)
 
 
 def mla_decode(
@@ -64,6 +69,8 @@ def mla_decode(
     num_splits: int | None = None,
     out: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
+    batch_invariant: bool = False,
+    validate: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Multi-head latent attention for one query token a request, in absorbed form, on a paged latent cache.
 
@@ -71,12 +78,18 @@ def mla_decode(
 
     On a Hopper GPU (sm_90) the Hopper kernel runs where it takes the call: 16 bits, kv_lora_rank 512 and
     qk_rope_head_dim 64, pages of 16, 32 or a multiple of 64 tokens, addresses and strides that are multiples of 16
-    bytes (8 elements), a positive softmax_scale, at most 4096 requests, no num_splits. Elsewhere the portable kernel.
+    bytes (8 elements), a softmax_scale of 1e-6 or more, at most 4096 requests, a block_table for at most 2^23 tokens a
+    request, no num_splits. Elsewhere the portable kernel.
 
     Nothing is synchronised with the host, so a call can be captured in a CUDA graph and replayed after q, kv_cache,
     block_table or seq_lens changed in place. What is kept between calls (checks passed, compiled kernels, tensor maps)
     depends on shapes, strides, dtypes, devices and addresses only. Calls on two streams do not meet, unless they share
     a plan. Inside torch.compile the call is the operator `mla::decode`, which makes its own plan.
+
+    Lengths and page ids are read on the device and not checked, unless `validate` is given. Without it nothing outside
+    the cache and the table is read, whatever they hold: a negative length counts as 0, one that is more than the table
+    has room for as all of its pages, a page that the pool does not have as tokens of zeros. Such a request's result
+    means nothing; the results of other requests are not touched.
 
     Scratch of the Hopper kernel is about 2 * num_sms * 64 * (512 * 2 + 4) bytes (17 MB on an H200), in the plan; of the
     portable kernel batch_size * num_splits * num_heads * (kv_lora_rank + 1) * 4 bytes, at about one wave of SMs at most
@@ -90,8 +103,7 @@ def mla_decode(
             token may hold anything, NaN included.
         block_table: (batch_size, max_pages) int32; the page of each run of page_size tokens. Entries past a request's
             last page are not read. Last dimension contiguous.
-        seq_lens: (batch_size,) int32, contiguous; cached tokens a request, 0 to max_pages * page_size. They are read
-            on the device and not checked; nor are the page ids.
+        seq_lens: (batch_size,) int32, contiguous; cached tokens a request, 0 to max_pages * page_size.
         softmax_scale: factor on the scores: `MLAConfig.softmax_scale`, which is 192 ** -0.5 for DeepSeek (times
             mscale squared with YaRN), not the 576 ** -0.5 of the absorbed width.
         kv_lora_rank: width of the latent part, which is also the value; default 512. It and qk_rope_head_dim are
@@ -101,22 +113,41 @@ def mla_decode(
         out: (batch_size, num_heads, kv_lora_rank), q's dtype, last dimension contiguous; where to write. Default: a
             new tensor.
         plan: of this step, from `plan_decode` on the same seq_lens. Default: the call makes its own.
+        batch_invariant: divide no request, so that the bits of its result do not depend on the other requests, among
+            calls that run on the same kernel (all else being alike, on a Hopper GPU those of at most 4096 requests).
+            The cost: the longest request decides how long the call takes, on one SM a block of 64 heads, so that small
+            batches leave most of the GPU idle. A plan must have been made with it, too. The portable kernel keeps
+            num_splits where it is given, which is as good: then its calls must be given the same number.
+        validate: check lengths and page ids before the launch. This waits for the GPU, takes some small launches and
+            cannot be captured in a CUDA graph. Default: False.
 
     Returns:
         out (batch_size, num_heads, kv_lora_rank) in q's dtype, and lse (batch_size, num_heads) fp32, the natural
         logarithm of the sum of exponentials. A request of length 0 gives 0 and -inf.
 
     Raises:
-        ValueError: a shape, stride or value is not supported.
+        ValueError: a shape, stride or value is not supported; with `validate`, also a length that is negative or more
+            than the table has room for, or a page id that is not in the pool (the message names the request).
         TypeError: a dtype is not supported, or plan is not a DecodePlan.
-        RuntimeError: devices differ or are not supported, or an input requires a gradient.
+        RuntimeError: devices differ or are not supported, an input requires a gradient, or `validate` is asked for in a
+            CUDA graph's capture or in torch.compile.
 
     Reference: DeepSeek-V2, arXiv 2405.04434, section 2.1.2.
     """
     if torch.compiler.is_compiling():
-        new_out, lse = torch.ops.mla.decode(q, kv_cache, block_table, seq_lens, softmax_scale, kv_lora_rank, num_splits)
+        if validate:
+            raise RuntimeError(
+                "validate: expected a call outside torch.compile, since reading the lengths back synchronises, got one "
+                "that is being compiled; validate before it"
+            )
+        new_out, lse = torch.ops.mla.decode(
+            q, kv_cache, block_table, seq_lens, softmax_scale, kv_lora_rank, num_splits, batch_invariant
+        )
         return (new_out if out is None else out.copy_(new_out)), lse
-    return _decode(q, kv_cache, block_table, seq_lens, softmax_scale, kv_lora_rank, num_splits, out, plan)
+    return _decode(
+        q, kv_cache, block_table, seq_lens, softmax_scale, kv_lora_rank, num_splits, out, plan, batch_invariant,
+        validate,
+    )  # fmt: skip
 
 
 # What calls that are alike share: None, or the Hopper kernel's launch. A call's key says all that the checks look at.
@@ -135,6 +166,8 @@ def _decode(
     num_splits: int | None,
     out: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
+    batch_invariant: bool = False,
+    validate: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     key = (
         q.shape, q.stride(), q.dtype, q.device, kv_cache.shape, kv_cache.stride(), kv_cache.dtype, kv_cache.device,
@@ -149,6 +182,10 @@ def _decode(
         check_call(q, kv_cache, block_table, seq_lens, kv_lora_rank, num_splits, out)
         if plan is not None and not isinstance(plan, DecodePlan):
             raise TypeError(f"plan: expected a DecodePlan from mla.plan_decode, got {type(plan).__name__}")
+    if validate:
+        check_contents(kv_cache, block_table, seq_lens)
+    if plan is not None and plan.batch_invariant != batch_invariant:
+        _refuse_other_division(plan)
     batch_size, num_heads, _ = q.shape
     if out is None:
         out = q.new_empty((batch_size, num_heads, kv_lora_rank))
@@ -159,13 +196,22 @@ def _decode(
         launch = _routes[key] = _hopper_launch(q, kv_cache, block_table, out) if num_splits is None else None
     with device_guard(q.device):
         if launch is not None and launch.takes(q, kv_cache, out, softmax_scale):
-            hopper_plan = (plan or plan_decode(seq_lens, q.shape[1])).hopper
+            hopper_plan = (plan or plan_decode(seq_lens, q.shape[1], batch_invariant=batch_invariant)).hopper
             launch(q, kv_cache, block_table, seq_lens, out, lse, softmax_scale, hopper_plan)
         elif len(q) > 0:
+            if batch_invariant and num_splits is None:
+                num_splits = 1
             mla_decode_portable(
                 q, kv_cache, block_table, seq_lens, out, lse, softmax_scale=softmax_scale, num_splits=num_splits
             )
     return out, lse
+
+
+def _refuse_other_division(plan: DecodePlan) -> None:
+    raise ValueError(
+        f"batch_invariant: expected the same in mla_decode and in plan_decode, got a plan with {plan.batch_invariant}; "
+        f"make the plan anew or pass batch_invariant={plan.batch_invariant}"
+    )
 
 
 @lru_cache
@@ -191,7 +237,7 @@ def _hopper_launcher():
 
 def _hopper_launch(q, kv_cache, block_table, out):
     launcher = _hopper_launcher()
-    if launcher is None or not launcher.hopper_fits(q, kv_cache, out):
+    if launcher is None or not launcher.hopper_fits(q, kv_cache, block_table, out):
         return None
     return launcher.HopperLaunch(q, kv_cache, block_table, out)
 
@@ -205,11 +251,14 @@ def _decode_op(
     softmax_scale: float,
     kv_lora_rank: int,
     num_splits: int | None,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _decode(q, kv_cache, block_table, seq_lens, softmax_scale, kv_lora_rank, num_splits)
+    return _decode(
+        q, kv_cache, block_table, seq_lens, softmax_scale, kv_lora_rank, num_splits, batch_invariant=batch_invariant
+    )
 
 
 @_decode_op.register_fake
-def _(q, kv_cache, block_table, seq_lens, softmax_scale, kv_lora_rank, num_splits):
+def _(q, kv_cache, block_table, seq_lens, softmax_scale, kv_lora_rank, num_splits, batch_invariant=False):
     check_call(q, kv_cache, block_table, seq_lens, kv_lora_rank, num_splits, None)
     return q.new_empty(*q.shape[:2], kv_lora_rank), q.new_empty(q.shape[:2], dtype=torch.float32)

@@ -36,7 +36,9 @@ after its loads of the even tile, the other after those of the odd one: a whole 
 up. In the first pair of a run both wait until its even tile has landed.
 
 The last tile of a request is loaded with its tokens in the last rows: the box starts at a negative row, for which TMA
-writes zeros. Nothing past a request's end is read, whatever it holds; what stands before it is masked.
+writes zeros. Nothing past a request's end is read, whatever it holds; what stands before it is masked. Nor is anything
+outside the cache and the table: a length counts as no more than its row of the table has pages for, and a page that the
+pool does not have is zeros, too.
 
 Runs of a divided request leave partial results, which the CTAs that made them merge once all are there
 (`mla.kernels.hopper_merge`). They wait for each other, so the launch is a cooperative one: all CTAs are resident.
@@ -135,17 +137,21 @@ def _load_columns(
 
 
 @gluon.jit
-def _prefetch_half(kv_ptr, table, tile, half, last_page, stride_page, ROWS: gl.constexpr, TILES_PER_PAGE: gl.constexpr):
+def _prefetch_half(
+    kv_ptr, table, tile, half, last_page, num_pages, stride_page, ROWS: gl.constexpr, TILES_PER_PAGE: gl.constexpr
+):  # fmt: skip
     """Ask for 32 tokens of a tile, contiguous rows of 1152 bytes, in L2."""
     if ROWS == 64:
         page = gl.load(table + tile // TILES_PER_PAGE)
         row = (tile % TILES_PER_PAGE) * 64 + half * 32
     else:
         page = gl.load(table + gl.minimum(tile * 2 + half, last_page))
-        row = 0
+        row = gl.to_tensor(0)
+    # TMA reads zeros for a page that the pool does not have; an address must not be made of its id
+    page = gl.minimum(page.to(gl.uint32), (num_pages - 1).to(gl.uint32))
     gl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-        [kv_ptr + page.to(gl.int64) * stride_page + row * 576, gl.to_tensor(32 * 1152)],
+        [kv_ptr + page.to(gl.int64) * stride_page + row.to(gl.int64) * 576, gl.to_tensor(32 * 1152)],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -157,12 +163,12 @@ def _field(parts_ptr, field):
 
 
 @gluon.jit
-def _tokens_of_run(seq_lens_ptr, w, part):
+def _tokens_of_run(seq_lens_ptr, w, part, max_seq_len):
     """Tokens of run w of a part, whose fields are `part` (PART_FIELDS)."""
     tokens = part[TOKENS]
     if w > 0:
         # the first run's came with the part, to save a load before the first tile
-        tokens = gl.load(seq_lens_ptr + part[REQUEST] + w)
+        tokens = gl.minimum(gl.load(seq_lens_ptr + part[REQUEST] + w), max_seq_len)
         if part[REQUEST] + w == part[END_REQUEST]:
             tokens = gl.minimum(tokens, part[END_TILE] * 64)
     return tokens
@@ -171,7 +177,7 @@ def _tokens_of_run(seq_lens_ptr, w, part):
 @gluon.jit
 def _produce(
     q, kv, bars, q_desc, q_rope_desc, kv_desc, kv_rope_desc, kv_ptr, block_table_ptr, seq_lens_ptr,
-    part, head_block, stride_table, stride_page,
+    part, head_block, max_seq_len, num_pages, stride_table, stride_page,
     ROWS: gl.constexpr, TILES_PER_PAGE: gl.constexpr, PREFETCH: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: all TMA loads, and the L2 prefetch of the next pair (each head block asks for one tile)."""
@@ -181,7 +187,7 @@ def _produce(
     for w in range(part[NUM_RUNS]):
         request = part[REQUEST] + w
         tile = gl.where(w == 0, part[FIRST_TILE], 0)
-        tokens = _tokens_of_run(seq_lens_ptr, w, part)
+        tokens = _tokens_of_run(seq_lens_ptr, w, part, max_seq_len)
         table = block_table_ptr + request.to(gl.int64) * stride_table
         end_tile = tile + (tokens + 63) // 64
         last_tile = gl.maximum(end_tile - 1, tile)
@@ -226,7 +232,7 @@ def _produce(
             if PREFETCH:  # noqa: SIM102 (decided at compile time)
                 if (i > 0) & (tile + 2 + head_block < end_tile):
                     _prefetch_half(
-                        kv_ptr, table, tile + 2 + head_block, 0, last_page, stride_page, ROWS, TILES_PER_PAGE
+                        kv_ptr, table, tile + 2 + head_block, 0, last_page, num_pages, stride_page, ROWS, TILES_PER_PAGE
                     )  # fmt: skip
             next_even = gl.minimum(tile + 2, last_tile)
             even_page = gl.load(table + next_even // TILES_PER_PAGE, mask=tokens > 0, other=0)
@@ -258,10 +264,11 @@ def _produce(
                         # the first pair is on its way to every SM: let it pass
                         mbarrier.wait(bars[EVEN_FULL_3], pair & 1)
                         _prefetch_half(
-                            kv_ptr, table, tile + 2 + head_block, 0, last_page, stride_page, ROWS, TILES_PER_PAGE
+                            kv_ptr, table, tile + 2 + head_block, 0, last_page, num_pages, stride_page, ROWS,
+                            TILES_PER_PAGE,
                         )  # fmt: skip
                     _prefetch_half(
-                        kv_ptr, table, tile + 2 + head_block, 1, last_page, stride_page, ROWS, TILES_PER_PAGE
+                        kv_ptr, table, tile + 2 + head_block, 1, last_page, num_pages, stride_page, ROWS, TILES_PER_PAGE
                     )  # fmt: skip
             odd_page = gl.load(table + gl.minimum(tile + 3, last_tile) // TILES_PER_PAGE, mask=tokens > 0, other=0)
             tile += 2
@@ -343,7 +350,7 @@ def _finish(
 @gluon.jit
 def _consume_even(
     q, kv, p_even, shared_max, sums, moved, bars, part_desc, out_desc, part_lse_ptr, lse_ptr, seq_lens_ptr,
-    part, head_block, num_heads, scale_log2, THRESHOLD: gl.constexpr, ROWS: gl.constexpr,
+    part, head_block, num_heads, max_seq_len, scale_log2, THRESHOLD: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Scores of the even tiles, output columns 0..255."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -354,7 +361,7 @@ def _consume_even(
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     pair = 0
     for w in range(part[NUM_RUNS]):
-        tokens = _tokens_of_run(seq_lens_ptr, w, part)
+        tokens = _tokens_of_run(seq_lens_ptr, w, part, max_seq_len)
         end = pair + gl.maximum((tokens + 127) // 128, 1)
         run_parity = w & 1
         acc = gl.full([64, 256], 0.0, gl.float32, O_LAYOUT)
@@ -446,7 +453,7 @@ def _consume_even(
 @gluon.jit
 def _consume_odd(
     q, kv, p_even, shared_max, sums, moved, bars, part_desc, out_desc, part_lse_ptr, lse_ptr, seq_lens_ptr,
-    part, head_block, num_heads, scale_log2, THRESHOLD: gl.constexpr, ROWS: gl.constexpr,
+    part, head_block, num_heads, max_seq_len, scale_log2, THRESHOLD: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Scores of the odd tiles, output columns 256..511."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -457,7 +464,7 @@ def _consume_odd(
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     pair = 0
     for w in range(part[NUM_RUNS]):
-        tokens = _tokens_of_run(seq_lens_ptr, w, part)
+        tokens = _tokens_of_run(seq_lens_ptr, w, part, max_seq_len)
         end = pair + gl.maximum((tokens + 127) // 128, 1)
         run_parity = w & 1
         acc = gl.full([64, 256], 0.0, gl.float32, O_LAYOUT)
@@ -530,14 +537,14 @@ def _consume_odd(
 
 
 @gluon.jit(
-    do_not_specialize=["num_heads", "stride_table"],
+    do_not_specialize=["num_heads", "max_seq_len", "num_pages", "stride_table"],
     do_not_specialize_on_alignment=["block_table_ptr", "seq_lens_ptr"],
 )
 def mla_decode_hopper_kernel(
     q_desc, q_rope_desc, kv_desc, kv_rope_desc, part_desc, out_desc,
     kv_ptr, block_table_ptr, seq_lens_ptr, parts_ptr, requests_ptr, part_out_ptr, part_lse_ptr,
     out_ptr, lse_ptr,
-    num_heads, scale_log2, stride_table, stride_page, stride_out_batch, stride_out_head,
+    num_heads, max_seq_len, num_pages, scale_log2, stride_table, stride_page, stride_out_batch, stride_out_head,
     ROWS: gl.constexpr, TILES_PER_PAGE: gl.constexpr, THRESHOLD: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PREFETCH: gl.constexpr,
 ):  # fmt: skip
@@ -559,13 +566,15 @@ def mla_decode_hopper_kernel(
     gdc_wait()
     part = (
         _field(parts_ptr, NUM_RUNS), _field(parts_ptr, REQUEST), _field(parts_ptr, FIRST_TILE),
-        _field(parts_ptr, END_REQUEST), _field(parts_ptr, END_TILE), _field(parts_ptr, TOKENS),
+        _field(parts_ptr, END_REQUEST), _field(parts_ptr, END_TILE),
+        # a length may be more than the table has pages for: nothing past them is read
+        gl.minimum(_field(parts_ptr, TOKENS), max_seq_len - _field(parts_ptr, FIRST_TILE) * 64),
     )  # fmt: skip
     fence_async_shared()
     gl.thread_barrier()
     consumer_arguments = (
         q, kv, p_even, shared_max, sums, moved, bars, part_desc, out_desc, part_lse_ptr, lse_ptr, seq_lens_ptr,
-        part, head_block, num_heads, scale_log2, THRESHOLD, ROWS,
+        part, head_block, num_heads, max_seq_len, scale_log2, THRESHOLD, ROWS,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -575,7 +584,7 @@ def mla_decode_hopper_kernel(
                 _produce,
                 (
                     q, kv, bars, q_desc, q_rope_desc, kv_desc, kv_rope_desc, kv_ptr, block_table_ptr, seq_lens_ptr,
-                    part, head_block, stride_table, stride_page, ROWS, TILES_PER_PAGE, PREFETCH,
+                    part, head_block, max_seq_len, num_pages, stride_table, stride_page, ROWS, TILES_PER_PAGE, PREFETCH,
                 ),
             ),
         ],

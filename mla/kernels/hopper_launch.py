@@ -10,13 +10,15 @@ from mla.kernels.hopper import mla_decode_hopper_kernel
 from mla.kernels.launch import device_facts
 from mla.kernels.prepared import PreparedLaunch, can_prepare
 from mla.kernels.tile import LOG2_E
-from mla.kernels.work_plan import MAX_BATCH_SIZE, WorkPlan, make_work_plan
+from mla.kernels.work_plan import MAX_BATCH_SIZE, MAX_SEQ_LEN, WorkPlan, make_work_plan
 
 RANK = 512
 ROPE = 64
 
 BOX_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 _THRESHOLD = 8.0
+# Scores of masked rows (-3e38) are scaled like the others, and must come out below what stands for -inf (-1e30).
+_LEAST_SCALE = 1e-6
 # Registers a consumer thread has; the producer warp has what is left. Small pages cost it more.
 CONSUMER_REGISTERS = {64: 240, 32: 240, 16: 232}
 # Sets of tensor maps kept; a model's layers need one each, times the addresses that the allocator hands out.
@@ -32,12 +34,13 @@ def can_plan(seq_lens: torch.Tensor) -> bool:
     )
 
 
-def hopper_fits(q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor) -> bool:
+def hopper_fits(q: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, out: torch.Tensor) -> bool:
     """Whether this kernel takes a call that `mla.mla_decode` has checked, by all but addresses and the scale.
 
     It takes 512 + 64 in 16 bits on a GPU of compute capability 9.0, pages of 16, 32 or a multiple of 64 tokens,
-    strides that are multiples of 8 elements and at most 4096 requests. Addresses must be multiples of 16 bytes
-    and the scale positive, since the maximum is taken before scaling (`HopperLaunch.takes`).
+    strides that are multiples of 8 elements, at most 4096 requests and a table with room for at most 2^23 tokens a
+    request. Addresses must be multiples of 16 bytes and the scale positive, since the maximum is taken before scaling
+    (`HopperLaunch.takes`).
     """
     page_size = kv_cache.shape[1]
     return (
@@ -49,6 +52,7 @@ def hopper_fits(q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor) -> b
         and (page_size in (16, 32) or page_size % 64 == 0)
         and len(kv_cache) > 0
         and 1 <= len(q) <= MAX_BATCH_SIZE
+        and block_table.shape[1] * page_size <= MAX_SEQ_LEN.value
         and all(t.stride(0) % 8 == 0 and t.stride(1) % 8 == 0 for t in (q, kv_cache, out))
     )
 
@@ -78,7 +82,7 @@ def plan_hopper(seq_lens: torch.Tensor, num_heads: int, *, mode: int | None = No
     Args:
         seq_lens: (batch_size,) int32.
         num_heads: query heads of a request.
-        mode: how the work is divided, for the sweep; None: by the rule.
+        mode: how the work is divided (`make_work_plan`); None: by the rule.
     """
     head_blocks = -(-num_heads // 64)
     num_parts = max(1, device_facts(seq_lens.device).num_sms // head_blocks)
@@ -116,6 +120,7 @@ class HopperLaunch:
         head_blocks = -(-self._num_heads // 64)
         num_parts = max(1, device_facts(q.device).num_sms // head_blocks)
         self._grid = (head_blocks, num_parts)
+        self._sizes = (self._num_heads, block_table.shape[1] * kv_cache.shape[1], len(kv_cache))
         self._strides = (block_table.stride(0), kv_cache.stride(0), out.stride(0), out.stride(1))
         # With one block of heads the prefetch does not pay; it takes contiguous rows, and more registers than the
         # producer has at 16 rows a box.
@@ -132,8 +137,8 @@ class HopperLaunch:
         self._maps: dict[tuple[int, int, int, int], tuple] = {}
 
     def takes(self, q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, softmax_scale: float) -> bool:
-        """Whether addresses are multiples of 16 bytes, as TMA needs them, and the scale is positive."""
-        return softmax_scale > 0 and (q.data_ptr() | kv_cache.data_ptr() | out.data_ptr()) % 16 == 0
+        """Whether addresses are multiples of 16 bytes, as TMA needs them, and the scale is positive (1e-6 or more)."""
+        return softmax_scale >= _LEAST_SCALE and (q.data_ptr() | kv_cache.data_ptr() | out.data_ptr()) % 16 == 0
 
     def __call__(
         self,
@@ -160,7 +165,7 @@ class HopperLaunch:
             maps,
             (
                 addresses[1], block_table.data_ptr(), seq_lens.data_ptr(), *plan.addresses, addresses[3],
-                lse.data_ptr(), self._num_heads, softmax_scale * LOG2_E, *self._strides,
+                lse.data_ptr(), *self._sizes, softmax_scale * LOG2_E, *self._strides,
             ),
         )  # fmt: skip
 
@@ -195,7 +200,7 @@ class HopperLaunch:
             boxes(kv_cache, self._rows, 128 if self._rows == 64 else 64), boxes(kv_cache, self._rows, ROPE),
             boxes(part_out, 64, 256), boxes(out, 64, 256),
             kv_cache, block_table, seq_lens, plan.work.parts, plan.work.requests, part_out, plan.part_lse, out, lse,
-            self._num_heads, softmax_scale * LOG2_E, *self._strides,
+            *self._sizes, softmax_scale * LOG2_E, *self._strides,
             **self._constants,
             # the CTAs of a divided request wait for each other; one part divides nothing
             num_warps=4, maxnreg=168, launch_pdl=self._pdl, launch_cooperative_grid=self._grid[1] > 1,
@@ -227,11 +232,12 @@ def mla_decode_hopper(
     Raises:
         ValueError: `hopper_fits` does not hold, or the plan is of another batch size or number of heads.
     """
-    launch = HopperLaunch(q, kv_cache, block_table, out) if hopper_fits(q, kv_cache, out) else None
+    launch = HopperLaunch(q, kv_cache, block_table, out) if hopper_fits(q, kv_cache, block_table, out) else None
     if launch is None or not launch.takes(q, kv_cache, out, softmax_scale):
         raise ValueError(
             f"mla_decode_hopper: expected a call for which hopper_fits holds, got q {tuple(q.shape)} {q.dtype} on "
-            f"{q.device}, kv_cache {tuple(kv_cache.shape)}, softmax_scale {softmax_scale}; use mla.mla_decode"
+            f"{q.device}, kv_cache {tuple(kv_cache.shape)}, block_table {tuple(block_table.shape)}, softmax_scale "
+            f"{softmax_scale}; use mla.mla_decode"
         )
     plan = plan or plan_hopper(seq_lens, q.shape[1])
     launch(q, kv_cache, block_table, seq_lens, out, lse, softmax_scale, plan)

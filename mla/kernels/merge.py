@@ -8,7 +8,7 @@ import triton.language as tl
 _CHUNK = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "num_heads"])
 def _merge_kernel(
     partial_out_ptr, partial_lse_ptr, out_ptr, lse_ptr,
     num_splits, num_heads,

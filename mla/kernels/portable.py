@@ -2,7 +2,8 @@
 
 A program takes up to BLOCK_H heads and one of num_splits runs of a request's tiles. Whole tiles come in through plain
 pointers or, where a tile never straddles two pages, through a TMA descriptor; the last, partial tile always comes
-through masked pointers, so that nothing past a request's end is ever read.
+through masked pointers, so that nothing past a request's end is ever read. Nor is anything outside the cache and the
+table: a length counts as no more than its row of the table has pages for, a page that the pool does not have as zeros.
 """
 
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class PortableConfig:
 @triton.jit
 def _load_tile(
     kv_ptr, latent_desc, rope_desc, block_table_ptr, start, end_token,
-    stride_kv_page, stride_kv_token,
+    num_pages, stride_kv_page, stride_kv_token,
     BLOCK_N: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     IS_FULL: tl.constexpr, USE_DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
@@ -50,31 +51,37 @@ def _load_tile(
     tokens = start + tl.arange(0, BLOCK_N)
     is_token = tokens < end_token
     if IS_FULL and USE_DESCRIPTORS:
-        # the descriptors see the pool as one matrix of num_pages * PAGE_SIZE rows
-        row = tl.load(block_table_ptr + start // PAGE_SIZE) * PAGE_SIZE + start % PAGE_SIZE
+        # the descriptors see the pool as one matrix of num_pages * PAGE_SIZE rows, and give zeros before its first
+        page = tl.load(block_table_ptr + start // PAGE_SIZE)
+        row = tl.where((page >= 0) & (page < num_pages), page * PAGE_SIZE + start % PAGE_SIZE, -BLOCK_N)
         return latent_desc.load([row, 0]), rope_desc.load([row, RANK]), is_token
     if IS_FULL and PAGE_SIZE % BLOCK_N == 0:
         # the whole tile lies in one page
         page = tl.load(block_table_ptr + start // PAGE_SIZE).to(tl.int64)
         slots = (start % PAGE_SIZE + tl.arange(0, BLOCK_N)).to(tl.int64)
         rows = kv_ptr + page * stride_kv_page + slots[:, None] * stride_kv_token
+        is_held = (page >= 0) & (page < num_pages)
     else:
-        pages = tl.load(block_table_ptr + tokens // PAGE_SIZE, mask=is_token, other=0).to(tl.int64)
+        pages = tl.load(block_table_ptr + tokens // PAGE_SIZE, mask=is_token, other=-1).to(tl.int64)
         slots = (tokens % PAGE_SIZE).to(tl.int64)
         rows = kv_ptr + (pages * stride_kv_page + slots * stride_kv_token)[:, None]
+        is_held = ((pages >= 0) & (pages < num_pages))[:, None]
     rank, rope = tl.arange(0, RANK)[None, :], tl.arange(0, ROPE)[None, :]
-    if IS_FULL:
-        return tl.load(rows + rank), tl.load(rows + RANK + rope), is_token
-    latent = tl.load(rows + rank, mask=is_token[:, None], other=0.0)
-    k_rope = tl.load(rows + RANK + rope, mask=is_token[:, None], other=0.0)
+    latent = tl.load(rows + rank, mask=is_held, other=0.0)
+    k_rope = tl.load(rows + RANK + rope, mask=is_held, other=0.0)
     return latent, k_rope, is_token
 
 
-# not specialised on counts that change from call to call: a new value must not compile the kernel again
-@triton.jit(do_not_specialize=["num_heads", "num_splits"])
+# not specialised on what changes from call to call: a new value must not compile the kernel again
+@triton.jit(
+    do_not_specialize=[
+        "num_heads", "num_splits", "max_seq_len", "num_pages", "stride_table_batch", "stride_lse_batch",
+        "stride_lse_split",
+    ]
+)  # fmt: skip
 def _mla_decode_portable_kernel(
     q_ptr, kv_ptr, latent_desc, rope_desc, block_table_ptr, seq_lens_ptr, out_ptr, lse_ptr,
-    num_heads, num_splits, scale_log2,
+    num_heads, num_splits, max_seq_len, num_pages, scale_log2,
     stride_q_batch, stride_q_head, stride_kv_page, stride_kv_token, stride_table_batch,
     stride_out_batch, stride_out_split, stride_out_head, stride_lse_batch, stride_lse_split,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -89,7 +96,7 @@ def _mla_decode_portable_kernel(
     b = (program // (head_blocks * num_splits)).to(tl.int64)
     is_head = heads < num_heads
 
-    seq_len = tl.load(seq_lens_ptr + b)
+    seq_len = tl.maximum(tl.minimum(tl.load(seq_lens_ptr + b), max_seq_len), 0)
     # whole tiles, so that only the last part of a request ends inside one
     split_len = tl.cdiv(tl.cdiv(seq_len, BLOCK_N), num_splits) * BLOCK_N
     first_token = split.to(tl.int32) * split_len
@@ -108,16 +115,16 @@ def _mla_decode_portable_kernel(
     acc = tl.zeros((BLOCK_H, RANK), tl.float32)
     for start in range(first_token, end_of_full, BLOCK_N):
         latent, k_rope, is_token = _load_tile(
-            kv_ptr, latent_desc, rope_desc, block_table_ptr, start, end_token, stride_kv_page, stride_kv_token,
-            BLOCK_N, RANK, ROPE, PAGE_SIZE, True, USE_DESCRIPTORS,
+            kv_ptr, latent_desc, rope_desc, block_table_ptr, start, end_token, num_pages, stride_kv_page,
+            stride_kv_token, BLOCK_N, RANK, ROPE, PAGE_SIZE, True, USE_DESCRIPTORS,
         )  # fmt: skip
         row_max, row_sum, acc = attend_tile(
             q_latent, q_rope, latent, k_rope, is_token, row_max, row_sum, acc, scale_log2, True
         )
     if end_of_full < end_token:
         latent, k_rope, is_token = _load_tile(
-            kv_ptr, latent_desc, rope_desc, block_table_ptr, end_of_full, end_token, stride_kv_page, stride_kv_token,
-            BLOCK_N, RANK, ROPE, PAGE_SIZE, False, USE_DESCRIPTORS,
+            kv_ptr, latent_desc, rope_desc, block_table_ptr, end_of_full, end_token, num_pages, stride_kv_page,
+            stride_kv_token, BLOCK_N, RANK, ROPE, PAGE_SIZE, False, USE_DESCRIPTORS,
         )  # fmt: skip
         row_max, row_sum, acc = attend_tile(
             q_latent, q_rope, latent, k_rope, is_token, row_max, row_sum, acc, scale_log2, False
@@ -131,11 +138,11 @@ def _mla_decode_portable_kernel(
 
 def descriptors_fit(kv_cache: torch.Tensor, block_n: int) -> bool:
     """Whether whole tiles of this cache can be loaded by TMA: a tile never straddles pages, the pool is one matrix."""
-    page_size = kv_cache.shape[1]
+    num_pages, page_size, _ = kv_cache.shape
     is_one_matrix = kv_cache.stride() == (page_size * kv_cache.stride(1), kv_cache.stride(1), 1)
     is_aligned = kv_cache.data_ptr() % 16 == 0 and kv_cache.stride(1) * kv_cache.element_size() % 16 == 0
-    # the descriptor counts rows in 32 bits
-    return page_size % block_n == 0 and is_one_matrix and is_aligned and kv_cache.shape[0] * page_size < 2**31
+    # the descriptor counts rows in 32 bits, from one up
+    return page_size % block_n == 0 and is_one_matrix and is_aligned and 0 < num_pages * page_size < 2**31
 
 
 # What the sweep on an H200 left (`triton-mla-bench tune`, data/tune_*.csv; gains a shape in figures/tuning.md): for
@@ -227,6 +234,8 @@ def mla_decode_portable(
     config = config or choose_config(q, kv_cache)
     head_blocks = triton.cdiv(num_heads, config.block_h)
     num_splits = num_splits or default_num_splits(q, kv_cache, block_table, config)
+    # a pool without pages has room for nothing, whatever the table says
+    max_seq_len = block_table.shape[1] * page_size if len(kv_cache) else 0
     if num_splits == 1:
         part_out, part_lse = out[:, None], lse[:, None]
     else:
@@ -244,7 +253,7 @@ def mla_decode_portable(
         rope_desc = TensorDescriptor.from_tensor(rows, [config.block_n, width - rank])
     _mla_decode_portable_kernel[(head_blocks * num_splits * batch_size,)](
         q, kv_cache, latent_desc, rope_desc, block_table, seq_lens, part_out, part_lse,
-        num_heads, num_splits, softmax_scale * LOG2_E,
+        num_heads, num_splits, max_seq_len, len(kv_cache), softmax_scale * LOG2_E,
         q.stride(0), q.stride(1), kv_cache.stride(0), kv_cache.stride(1), block_table.stride(0),
         part_out.stride(0), part_out.stride(1), part_out.stride(2), part_lse.stride(0), part_lse.stride(1),
         BLOCK_H=config.block_h, BLOCK_N=config.block_n, RANK=rank, ROPE=width - rank, PAGE_SIZE=page_size,

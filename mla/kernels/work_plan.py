@@ -22,6 +22,8 @@ REQUEST_FIELDS = ("first_part", "last_part")
 PART_WIDTH = tl.constexpr(8)
 # A program looks at all lengths at once.
 MAX_BATCH_SIZE = 4096
+# Tokens of a request, so that the costs of all requests together stay far below 2^31.
+MAX_SEQ_LEN = tl.constexpr(2**23)
 
 # In units of a tile (about 1.6 us on an H200): starting and writing a run, and merging a request that a part shares.
 _RUN_COST = tl.constexpr(4)
@@ -53,6 +55,12 @@ class WorkPlan:
 @triton.jit
 def _larger(a, b):
     return tl.maximum(a, b)
+
+
+@triton.jit
+def _load_lengths(seq_lens_ptr, index, mask):
+    """Lengths as the plan counts them: whatever the memory holds, sums of them do not overflow."""
+    return tl.minimum(tl.maximum(tl.load(seq_lens_ptr + index, mask=mask, other=0), 0), MAX_SEQ_LEN)
 
 
 @triton.jit
@@ -113,7 +121,7 @@ def _work_plan_kernel(
     part = tl.program_id(0)
     index = tl.arange(0, BATCH)
     is_request = index < batch_size
-    seq_len = tl.load(seq_lens_ptr + index, mask=is_request, other=0)
+    seq_len = _load_lengths(seq_lens_ptr, index, is_request)
     # a request without tokens is still written
     tiles = tl.where(is_request, tl.maximum((seq_len + 63) // 64, 1), 0)
     costs = tl.where(is_request, tiles + _RUN_COST, 0)
@@ -122,7 +130,7 @@ def _work_plan_kernel(
 
     # The dearest part of whole requests: requests whose middle lies in the same part are its load.
     has_previous = (index > 0) & is_request
-    previous_len = tl.load(seq_lens_ptr + index - 1, mask=has_previous, other=0)
+    previous_len = _load_lengths(seq_lens_ptr, index - 1, has_previous)
     previous_costs = tl.where(has_previous, tl.maximum((previous_len + 63) // 64, 1) + _RUN_COST, 0)
     starts_part = _middle_part(edges, costs, total, num_parts) != _middle_part(
         edges - previous_costs, previous_costs, total, num_parts
@@ -174,7 +182,8 @@ def make_work_plan(seq_lens: torch.Tensor, num_parts: int, head_blocks: int, *, 
     """Plan a decode step; one launch, nothing is read back.
 
     Args:
-        seq_lens: (batch_size,) int32 with 1 to MAX_BATCH_SIZE requests; 0 tokens allowed.
+        seq_lens: (batch_size,) int32 with 1 to MAX_BATCH_SIZE requests of 0 to MAX_SEQ_LEN tokens; what is outside
+            counts as the nearer of the two.
         num_parts: CTAs that share the work of one block of heads.
         head_blocks: blocks of 64 heads.
         mode: WHOLE, EQUAL_RUNS or EVEN_SHARES, for the sweep; None: the cheapest by the rule above.

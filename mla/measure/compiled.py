@@ -101,7 +101,7 @@ def _types(kernel, dtype: str, partial: bool) -> dict[str, str]:
             types[name] = "*i32"
         elif name == "scale_log2":
             types[name] = "fp32"
-        elif name.startswith(("stride_", "num_", "head_")) or name == "batch_size":
+        elif name.startswith(("stride_", "num_", "head_")) or name in ("batch_size", "max_seq_len"):
             types[name] = "i32"
     return types
 

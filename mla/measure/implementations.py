@@ -121,7 +121,7 @@ def prepare_hopper(problems: list[Problem], *, mode: int | None = None, **option
         return p.q_absorbed.new_empty(*p.q_absorbed.shape[:2], rank)
 
     out = empty_out(first)
-    if not hopper.hopper_fits(first.q_absorbed, first.kv_cache, out):
+    if not hopper.hopper_fits(first.q_absorbed, first.kv_cache, first.block_table, out):
         raise Refused("expected a call for which hopper_fits holds")
     plan = hopper.plan_hopper(first.seq_lens, first.config.num_heads, mode=mode)
     launch = hopper.HopperLaunch(first.q_absorbed, first.kv_cache, first.block_table, out, **options)

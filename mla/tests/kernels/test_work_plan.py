@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla.kernels.work_plan import make_work_plan
+from mla.kernels.work_plan import MAX_SEQ_LEN, PART_FIELDS, make_work_plan
 
 RUN_COST = 4
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,6 +76,21 @@ def test_dearest_part(lengths, num_parts, dearest):
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 66])
 def test_small_batches(lengths, num_parts):
     _check(lengths, num_parts)
+
+
+@pytest.mark.parametrize("mode", [None, *range(3)])
+def test_lengths_out_of_range_count_as_the_nearest(mode):
+    """Sums of them do not overflow, even for the largest batch; a plan that did would write outside the output."""
+    lengths = torch.tensor([2**31 - 1, -(2**31), -1, 5, 2**31 - 64] + [2**31 - 1] * 4091, dtype=torch.int32)
+    width = len(PART_FIELDS)
+    raw, nearest = (
+        make_work_plan(x.to(DEVICE), 3, head_blocks=1, mode=mode)
+        for x in (lengths, lengths.clamp(0, MAX_SEQ_LEN.value))
+    )
+    assert torch.equal(raw.parts[:, :width], nearest.parts[:, :width])
+    assert torch.equal(raw.requests, nearest.requests)
+    assert int(raw.parts[:, 0].min()) >= 0
+    assert int(raw.parts[:, 0].sum()) in range(4096, 4096 + 3)
 
 
 @settings(max_examples=60, deadline=None)

@@ -6,6 +6,12 @@ DECODE_COLUMNS = [
     "flops", "matmul_tflops", "read_gbps", "rel_err", "passed", "status", "run_id",
 ]  # fmt: skip
 
+CAMPAIGN_COLUMNS = [
+    "kernels", "cases", "results", "failures", "worst_over_bound", "worst_seed", "first_seed", "seconds", "run_id",
+]  # fmt: skip
+
+SANITIZER_COLUMNS = ["tool", "target", "is_planted", "errors", "verdict", "seconds", "run_id"]
+
 TUNE_COLUMNS = [
     "kernel", "batch_size", "context_len", "lengths", "num_heads", "dtype", "page_size", "block_h", "block_n",
     "num_warps", "num_stages", "loads", "num_splits", "mode", "prefetch", "by_rule", "latency_us_p20",

@@ -34,6 +34,8 @@ _COMMANDS = {
     "opponents": "times ways to write the baseline in torch",
     "prefill": "times the prefill kernel",
     "generate": "times whole models",
+    "campaign": "checks random cases",
+    "sanitize": "runs compute-sanitizer",
     "intermediates": "counts the kernels of one call and the bytes between them",
 }
 

@@ -27,11 +27,14 @@ class Verdict:
         rel_err: largest relative error of a row (a head of a request), Frobenius norm; None where nothing came out.
         passed: whether out and lse are within their bounds.
         status: "ok", "out_of_memory", "refused: <reason>" or "failed: <reason>".
+        over_bound: the larger of the errors of out and lse over their bounds, 1 or less where passed; None where
+            nothing came out.
     """
 
     rel_err: float | None
     passed: bool
     status: str
+    over_bound: float | None = None
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -89,19 +92,30 @@ def check_result(
     # the fp32 rounding of a logit is an error of its probability, and the log-sum-exp is about the largest logit
     logit = expected_lse[torch.isfinite(expected_lse)].abs().max().item() if torch.isfinite(expected_lse).any() else 0.0
     bound = 2 * relative_error(rounded, expected) + 2 * torch.finfo(torch.float32).eps * logit
+    over_bound = _ratio(error, bound)
     if not error <= bound:
-        return Verdict(error, False, f"failed: relative error of out {error:.2e} is above its bound {bound:.2e}")
+        status = f"failed: relative error of out {error:.2e} is above its bound {bound:.2e}"
+        return Verdict(error, False, status, over_bound)
     if lse is not None:
         is_empty = torch.isinf(expected_lse)
         if not torch.isinf(lse[is_empty]).all():
-            return Verdict(error, False, "failed: lse of an empty request is not infinite")
+            return Verdict(error, False, "failed: lse of an empty request is not infinite", float("inf"))
         x, y, r = (t[~is_empty].double() for t in (lse, expected_lse, rounded_lse))
         scale = y.abs().clamp(min=1.0)
         lse_error = ((x - y).abs() / scale).max().item() if len(x) else 0.0
         lse_bound = LSE_TOLERANCE + (2 * ((r - y).abs() / scale).max().item() if rounds_scores and len(x) else 0.0)
+        over_bound = max(over_bound, _ratio(lse_error, lse_bound))
         if not lse_error <= lse_bound:
-            return Verdict(error, False, f"failed: error of lse {lse_error:.2e} is above its bound {lse_bound:.2e}")
-    return Verdict(error, True, "ok")
+            status = f"failed: error of lse {lse_error:.2e} is above its bound {lse_bound:.2e}"
+            return Verdict(error, False, status, over_bound)
+    return Verdict(error, True, "ok", over_bound)
+
+
+def _ratio(error: float, bound: float) -> float:
+    """Error over its bound: 0 where there is no error, infinite where it is NaN or has no bound to be within."""
+    if error == 0:
+        return 0.0
+    return error / bound if bound > 0 and error == error else float("inf")
 
 
 def check_case(implementation: Implementation, problems: list[Problem]) -> Verdict:

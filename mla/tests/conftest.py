@@ -9,6 +9,7 @@ import pytest
 
 def pytest_addoption(parser):
     parser.addoption("--record", type=Path, help="folder for a summary of the run with the machine's facts")
+    parser.addoption("--run-breaks", action="store_true", help="break the package on purpose, in copies (minutes)")
 
 
 def pytest_configure(config):

@@ -10,6 +10,9 @@ import pandas as pd
 from mla.report import claims_tables, data, figures, readme, studies, study_tables, tables, tuning_tables
 from mla.report.claims import claims
 from mla.report.first_call import first_call_sentence
+from mla.report.intermediates import intermediates_markdown
+from mla.report.opponents import opponents_markdown
+from mla.report.projection import FROM, projection, projection_figure
 
 # --data and --output where they are not given; a README is only ours to rewrite beside them.
 DEFAULT_FOLDERS = (Path("data"), Path("figures"))
@@ -62,8 +65,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def redraw(data_dir: Path, output: Path, readme_path: Path | None, gpu: str) -> list[Path]:
     """Write all figures and tables of one GPU's newest data, and the README's blocks; returns the paths written."""
     frame, tune = data.load(data_dir, gpu), data.load_tune(data_dir, gpu)
-    pipeline = data.load_pipeline(data_dir, gpu)
     hopper_tune, first_call = data.load_tune(data_dir, gpu, kernel="hopper"), first_call_sentence(data_dir, gpu)
+    pipeline, opponents, intermediates = (data.load_study(data_dir, kind, gpu) for kind in data.STUDIES)
     published = data.load_published(data_dir)
     table = claims(frame, published, tune, pipeline)
     readmes = {}
@@ -72,10 +75,10 @@ def redraw(data_dir: Path, output: Path, readme_path: Path | None, gpu: str) -> 
         readmes = updated_readmes(readme_path, data_dir, frame, published, table, output, first_call)
     output.mkdir(parents=True, exist_ok=True)
     paths = []
-    for name, figure in draw(frame, published, tune, pipeline).items():
+    for name, figure in draw(frame, published, tune, pipeline, intermediates).items():
         paths += figures.save(figure, output, name)
-    for name, text in texts(frame, table, tune, hopper_tune, first_call).items():
-        paths.append(write(output / name, text))
+    made = texts(frame, table, tune, hopper_tune, first_call) | study_texts(opponents, intermediates, published)
+    paths += [write(output / name, text) for name, text in made.items()]
     return paths + [write(path, text) for path, text in readmes.items()]
 
 
@@ -113,8 +116,9 @@ def draw(
     published: pd.DataFrame,
     tune: pd.DataFrame | None,
     pipeline: pd.DataFrame | None = None,
+    intermediates: pd.DataFrame | None = None,
 ) -> dict[str, figures.Figure]:
-    """All figures by file name; tuning, heads, staircase and pipeline only where they were measured."""
+    """All figures by file name; tuning, heads, staircase, pipeline and projection only where they were measured."""
     drawn = {
         "speedup": figures.speedup(frame, published=published),
         "tflops": figures.tflops(frame),
@@ -128,6 +132,9 @@ def draw(
         drawn["staircase"] = figures.staircase(frame)
     if pipeline is not None:
         drawn["pipeline"] = figures.pipeline(pipeline)
+    is_h200 = frame["gpu"].iloc[0] == FROM
+    if intermediates is not None and is_h200 and not projection(frame, intermediates, published).empty:
+        drawn["projection"] = projection_figure(frame, intermediates, published)
     return drawn
 
 
@@ -155,6 +162,18 @@ def texts(
         "tuning_hopper.md": None if hopper_tune is None else tuning_tables.hopper_markdown(hopper_tune),
     }
     return {name: text for name, text in made.items() if text is not None}
+
+
+def study_texts(
+    opponents: pd.DataFrame | None, intermediates: pd.DataFrame | None, published: pd.DataFrame
+) -> dict[str, str]:
+    """The tables of the studies with files of their own, by file name; of those that were measured."""
+    made = {}
+    if opponents is not None:
+        made["opponents.md"] = opponents_markdown(opponents, published)
+    if intermediates is not None:
+        made["intermediates.md"] = intermediates_markdown(intermediates)
+    return made
 
 
 def write(path: Path, text: str) -> Path:

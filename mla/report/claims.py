@@ -77,7 +77,7 @@ def claims(
     """Judge every published row.
 
     Args:
-        frame, published, tune, pipeline: what `data.load`, `load_published`, `load_tune` and `load_pipeline` return.
+        frame, published, tune, pipeline: what `data.load`, `load_published`, `load_tune` and `load_study` return.
 
     Returns:
         The published columns, and `kernel` (empty where no kernel is in question), `ours` and `verdict`; a claim about

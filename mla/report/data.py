@@ -8,13 +8,19 @@ from typing import NamedTuple
 import pandas as pd
 
 from mla.report.schema import DEFAULT_PAGE_SIZE, PUBLISHED_COLUMNS, read_checked
-from mla.schema import DECODE_COLUMNS, PIPELINE_COLUMNS, TUNE_COLUMNS
+from mla.schema import DECODE_COLUMNS, INTERMEDIATE_COLUMNS, OPPONENT_COLUMNS, PIPELINE_COLUMNS, TUNE_COLUMNS
 
 DEFAULT_GPU = "h200"
+# Studies of their own, and the columns of their files.
+STUDIES = {
+    "pipeline": PIPELINE_COLUMNS,
+    "opponents": OPPONENT_COLUMNS,
+    "intermediates": INTERMEDIATE_COLUMNS,
+}
 
 
 class DataFile(NamedTuple):
-    """One measured file: what it holds (`decode`, `pipeline`, `tune`), its GPU, its date (YYYY-MM-DD), its path."""
+    """One measured file: what it holds (such as `decode`), its GPU, its date (YYYY-MM-DD) and its path."""
 
     kind: str
     gpu: str
@@ -23,10 +29,11 @@ class DataFile(NamedTuple):
 
 
 def list_files(directory: str | Path) -> list[DataFile]:
-    """All decode, pipeline and tune files of a directory, sorted by kind, GPU and date."""
+    """All measured files of a directory, sorted by kind, GPU and date."""
     if not Path(directory).is_dir():
         raise FileNotFoundError(f"expected a data directory, got {directory}; give one with --data")
-    pattern = re.compile(r"(decode|pipeline|tune)_([a-z0-9-]+)_(\d{4}-\d{2}-\d{2})\.csv")
+    kinds = "|".join(("decode", "tune", *STUDIES))
+    pattern = re.compile(rf"({kinds})_([a-z0-9-]+)_(\d{{4}}-\d{{2}}-\d{{2}})\.csv")
     matches = [(pattern.fullmatch(path.name), path) for path in Path(directory).iterdir()]
     return sorted(DataFile(*match.groups(), path) for match, path in matches if match)
 
@@ -64,12 +71,10 @@ def load(directory: str | Path, gpu: str = DEFAULT_GPU, date: str | None = None)
         )
     frame = read_checked(file.path, DECODE_COLUMNS)
     sidecar = load_sidecar(file.path)
-    # A run that does not say that its tree was clean is not citable.
-    clean_runs = {run.get("run_id") for run in sidecar["runs"] if run.get("dirty") is False}
     frame = frame.assign(
         gpu=sidecar["gpu"],
         date=file.date,
-        citable=frame["run_id"].isin(clean_runs),
+        citable=frame["run_id"].isin(_clean_runs(sidecar)),
         notes=sidecar.get("notes", ""),
     )
     return derive(frame, f"{file.gpu}-{file.date}")
@@ -115,18 +120,33 @@ def load_tune(
     return None
 
 
-def load_pipeline(directory: str | Path, gpu: str = DEFAULT_GPU, date: str | None = None) -> pd.DataFrame | None:
-    """The newest measurement of whole models on one GPU, or None where none was made.
+def load_study(
+    directory: str | Path, kind: str, gpu: str = DEFAULT_GPU, date: str | None = None
+) -> pd.DataFrame | None:
+    """The newest file of a study on one GPU, or None where none was made.
+
+    Args:
+        directory, gpu, date: as in `load`.
+        kind: a key of `STUDIES`.
 
     Returns:
-        The columns of the file and `gpu` (full name), `date` and `citable` (the commit of the run was clean).
+        The columns of the file and `gpu` (full name), `date`, `usable` (ok) and `citable`.
     """
-    file = find_file(directory, "pipeline", gpu, date)
+    file = find_file(directory, kind, gpu, date)
     if file is None:
         return None
-    frame, sidecar = read_checked(file.path, PIPELINE_COLUMNS), load_sidecar(file.path)
-    clean_runs = {run.get("run_id") for run in sidecar["runs"] if run.get("dirty") is False}
-    return frame.assign(gpu=sidecar["gpu"], date=file.date, citable=frame["run_id"].isin(clean_runs))
+    frame, sidecar = read_checked(file.path, STUDIES[kind]), load_sidecar(file.path)
+    return frame.assign(
+        gpu=sidecar["gpu"],
+        date=file.date,
+        usable=frame["status"] == "ok",
+        citable=frame["run_id"].isin(_clean_runs(sidecar)),
+    )
+
+
+def _clean_runs(sidecar: dict) -> set[str]:
+    """A run that does not say that its tree was clean is not citable."""
+    return {run.get("run_id") for run in sidecar["runs"] if run.get("dirty") is False}
 
 
 def load_published(directory: str | Path) -> pd.DataFrame:

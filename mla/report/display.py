@@ -48,3 +48,21 @@ class Picture:
 def show(figure: Figure, alt: str) -> Picture:
     """A figure for the end of a cell; `alt` says what it shows, numbers included."""
     return Picture(figure, alt)
+
+
+class Text:
+    """Markdown that is shown as such, and compared as text."""
+
+    def __init__(self, markdown: str):
+        self._markdown = markdown
+
+    def __repr__(self) -> str:
+        return self._markdown
+
+    def _repr_markdown_(self) -> str:
+        return self._markdown
+
+
+def show_text(markdown: str) -> Text:
+    """Markdown that the package makes, such as a table, for the end of a cell."""
+    return Text(markdown)

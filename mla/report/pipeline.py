@@ -10,7 +10,7 @@ def main_rows(frame: pd.DataFrame | None) -> pd.DataFrame | None:
     """The rows that figure and claims look at: eager ones where both were measured, at the most measured batch size.
 
     Args:
-        frame: what `data.load_pipeline` returns.
+        frame: what `data.load_study(..., "pipeline")` returns.
 
     Returns:
         Rows of one batch size and one way to run, sorted; None where there is none.

@@ -33,7 +33,7 @@ def pipeline(frame: pd.DataFrame) -> Figure:
     """Draw the time of a decode step and the peak memory over the context, a line a model.
 
     Args:
-        frame: what `data.load_pipeline` returns.
+        frame: what `data.load_study(..., "pipeline")` returns.
     """
     rows = main_rows(frame)
     contexts = sorted(set(rows["context_len"]))

@@ -12,7 +12,7 @@ import pytest
 from mla.measure.cases import GROUPS, Case
 from mla.measure.implementations import STAIRCASE
 from mla.report import data
-from mla.schema import DECODE_COLUMNS, PIPELINE_COLUMNS, TUNE_COLUMNS
+from mla.schema import DECODE_COLUMNS, INTERMEDIATE_COLUMNS, OPPONENT_COLUMNS, PIPELINE_COLUMNS, TUNE_COLUMNS
 
 matplotlib.use("Agg")
 
@@ -234,7 +234,7 @@ class DataFolder:
 
     def load_pipeline(self, **options) -> pd.DataFrame | None:
         """Write and load the whole models."""
-        return data.load_pipeline(self.write(**options))
+        return data.load_study(self.write(**options), "pipeline")
 
     def load_tune(self) -> pd.DataFrame:
         """Write and load the sweep."""
@@ -264,3 +264,40 @@ def readme_text() -> str:
 @pytest.fixture
 def make_row():
     return decode_row
+
+
+def opponent_row(compile_mode: str, latency_us: float | None, timer: str = "cuda_graph", **changes) -> dict:
+    """One measurement of the study of opponents, beside kernels that take 4000 and 2000 us."""
+    row = dict.fromkeys(OPPONENT_COLUMNS) | {
+        "form": "matmul", "cache": "contiguous", "precision": "bf16", "compile_mode": compile_mode, "lengths": "even",
+        "batch_size": 128, "context_len": 32768, "num_heads": 128, "dtype": "bfloat16", "page_size": 64,
+        "timer": timer, "l2_state": "cold", "latency_us_p50": latency_us, "portable_us_p50": 4000.0,
+        "hopper_us_p50": 2000.0, "flops": 2 * 1088 * 128 * 128 * 32768, "status": "ok", "run_id": "o1",
+    }  # fmt: skip
+    return row | changes
+
+
+def kernel_row(implementation: str, kernels: dict[str, float], **changes) -> list[dict]:
+    """The kernels of one call of an implementation at 128 x 32K and their times in us, by name."""
+    tokens = 128 * 32768
+    call = dict.fromkeys(INTERMEDIATE_COLUMNS) | {
+        "implementation": implementation, "batch_size": 128, "context_len": 32768, "lengths": "even", "num_heads": 128,
+        "dtype": "bfloat16", "page_size": 64, "step": "call", "repeats": 5, "allocated_bytes": 150, "output_bytes": 100,
+        "scratch_bytes": 0, "bytes_moved": tokens * 1152, "flops": 2 * 1088 * 128 * tokens, "status": "ok",
+        "run_id": "i1",
+    }  # fmt: skip
+    return [
+        call
+        | {"position": i, "kernel_name": name, "grid": "132 1 1", "block": "128 1 1", "latency_us_p50": us}
+        | changes
+        for i, (name, us) in enumerate(kernels.items())
+    ]
+
+
+def write_study(path: Path, kind: str, rows: list[dict], dirty: bool = False) -> None:
+    """Write the file of a study and its provenance into a data folder."""
+    columns = {"opponents": OPPONENT_COLUMNS, "intermediates": INTERMEDIATE_COLUMNS}[kind]
+    stem = path / f"{kind}_h200_2026-01-02"
+    pd.DataFrame(rows, columns=columns).to_csv(f"{stem}.csv", index=False)
+    runs = [{"run_id": run_id, "dirty": dirty} for run_id in sorted({row["run_id"] for row in rows})]
+    Path(f"{stem}.json").write_text(json.dumps({"gpu": "NVIDIA H200", "runs": runs}), encoding="utf-8")

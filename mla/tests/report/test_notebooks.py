@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mla.report.display import show, show_source
+from mla.report.display import show, show_source, show_text
 from mla.report.notebooks import differences
 
 nbformat = pytest.importorskip("nbformat", reason="the notebooks extra is not installed")
@@ -58,3 +58,5 @@ def test_source_and_figures_have_a_text_form():
     bundle, metadata = show(Figure(figsize=(1, 1)), "nothing drawn")._repr_mimebundle_()
     assert bundle["text/plain"] == "Figure: nothing drawn"
     assert metadata["image/png"]["alt"] == "nothing drawn"
+    table = show_text("| a |\n|---|\n| 1 |")
+    assert repr(table) == table._repr_markdown_() == "| a |\n|---|\n| 1 |"

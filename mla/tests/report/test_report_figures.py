@@ -4,12 +4,13 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 
-from mla.report import figures
+from mla.report import data, figures
 from mla.report.__main__ import draw
 from mla.report.compare import SHAPES
 from mla.report.roofline_figure import h100_ridge
 from mla.report.schema import ABLATIONS, IMPLEMENTATIONS
 from mla.report.style import LOOKS, spread
+from mla.tests.report.conftest import kernel_row, write_study
 
 
 def texts(figure) -> list[str]:
@@ -37,7 +38,9 @@ def test_every_figure_has_an_alt_text_and_leaves_the_style_alone(folder, publish
     assert set(drawn) == {"speedup", "tflops", "roofline", "tuning"}
     folder.add_studies()
     folder.add_pipeline()
-    drawn = draw(folder.load(), published, folder.load_tune(), folder.load_pipeline())
+    write_study(folder.path, "intermediates", kernel_row("portable", {"decode": 3900.0}))
+    counted = data.load_study(folder.path, "intermediates")
+    drawn = draw(folder.load(), published, folder.load_tune(), folder.load_pipeline(), counted)
     assert set(drawn) == set(figures.ALT)
     assert dict(mpl.rcParams) == before
 

@@ -35,17 +35,17 @@ def source_digest() -> str:
 def source_state() -> dict[str, object]:
     """Commit, dirty flag and digest of the measured source.
 
-    A copy without history takes the commit from MLA_COMMIT and is clean if its digest is MLA_SOURCE_SHA256, the one
-    that `python -m mla.measure.provenance` printed in the checkout; without it the dirty flag is None.
+    A copy whose history is missing or older takes the commit from MLA_COMMIT and is clean if its digest is
+    MLA_SOURCE_SHA256, the one that `python -m mla.measure.provenance` printed in the checkout; without it the dirty
+    flag is None.
     """
     package, digest = Path(__file__).resolve().parents[1], source_digest()
+    if commit := os.environ.get("MLA_COMMIT"):
+        expected = os.environ.get("MLA_SOURCE_SHA256")
+        return {"commit": commit, "dirty": None if expected is None else digest != expected, "source_sha256": digest}
     commit = _output_of("git", "rev-parse", "HEAD", folder=package)
-    if commit is not None:
-        status = _output_of("git", "status", "--porcelain", "--", ".", ":!report", ":!tests", folder=package)
-        return {"commit": commit, "dirty": status != "", "source_sha256": digest}
-    expected = os.environ.get("MLA_SOURCE_SHA256")
-    dirty = None if expected is None else digest != expected
-    return {"commit": os.environ.get("MLA_COMMIT"), "dirty": dirty, "source_sha256": digest}
+    status = _output_of("git", "status", "--porcelain", "--", ".", ":!report", ":!tests", folder=package)
+    return {"commit": commit, "dirty": None if commit is None else status != "", "source_sha256": digest}
 
 
 def gpu_name(device_name: str) -> str:

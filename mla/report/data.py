@@ -20,7 +20,10 @@ STUDIES = {
 
 
 class DataFile(NamedTuple):
-    """One measured file: what it holds (such as `decode`), its GPU, its date (YYYY-MM-DD) and its path."""
+    """One measured file: what it holds (such as `decode`), its GPU, its date and its path.
+
+    A date is YYYY-MM-DD, with a letter where a file was begun beside an earlier one of that day.
+    """
 
     kind: str
     gpu: str
@@ -33,7 +36,7 @@ def list_files(directory: str | Path) -> list[DataFile]:
     if not Path(directory).is_dir():
         raise FileNotFoundError(f"expected a data directory, got {directory}; give one with --data")
     kinds = "|".join(("decode", "tune", *STUDIES))
-    pattern = re.compile(rf"({kinds})_([a-z0-9-]+)_(\d{{4}}-\d{{2}}-\d{{2}})\.csv")
+    pattern = re.compile(rf"({kinds})_([a-z0-9-]+)_(\d{{4}}-\d{{2}}-\d{{2}}[a-z]?)\.csv")
     matches = [(pattern.fullmatch(path.name), path) for path in Path(directory).iterdir()]
     return sorted(DataFile(*match.groups(), path) for match, path in matches if match)
 

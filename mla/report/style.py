@@ -99,7 +99,7 @@ ALT = {
         "grey line, the lower of the two measured ceilings, which bends where decode turns from reading to arithmetic."
     ),
     "staircase": (
-        "Horizontal bars in four panels, one a shape: TFLOPS of the portable kernel, the two Gluon rungs, the finished "
+        "Horizontal bars in panels, one a shape: TFLOPS of the portable kernel, the two Gluon rungs, the finished "
         "kernel with one idea switched off and the finished kernel, beside a grey line: the bf16 matmul rate measured "
         "in the same rounds."
     ),

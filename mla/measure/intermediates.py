@@ -8,12 +8,10 @@ written; for torch.compile, what its compiler says its kernels read and write. H
 import argparse
 import sys
 from dataclasses import asdict
-from pathlib import Path
-
-import torch
 
 from mla.measure import records
 from mla.measure.cases import Case
+from mla.measure.command import command_parser, run_command
 from mla.measure.implementations import IMPLEMENTATIONS
 from mla.measure.subprocesses import answers_in_fresh_processes
 from mla.schema import INTERMEDIATE_COLUMNS
@@ -69,24 +67,14 @@ def _print_rows(name: str, case: Case, answer: dict[str, object]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="triton-mla-bench intermediates", description=__doc__)
-    parser.add_argument("--output", type=Path, required=True, metavar="PATH", help="a CSV file, or a folder")
+    parser = command_parser("intermediates", __doc__)
     parser.add_argument("--timeout", type=float, default=180.0, metavar="S", help="limit of one implementation")
-    parser.add_argument("--seed", type=int, default=0)
     return parser
 
 
 def main(argv: list[str]) -> int:
     """Count; returns the exit code."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("expected a CUDA GPU to profile, found none")
-    try:
-        measure(args, argv)
-    except ValueError as error:
-        parser.error(str(error))
-    return 0
+    return run_command(_parser(), argv, measure)
 
 
 if __name__ == "__main__":

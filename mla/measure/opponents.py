@@ -10,12 +10,10 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
-from pathlib import Path
-
-import torch
 
 from mla.measure import records
 from mla.measure.cases import Case
+from mla.measure.command import command_parser, run_command
 from mla.measure.implementations import IMPLEMENTATIONS
 from mla.measure.opponent import OWN, Opponent
 from mla.measure.subprocesses import answers_in_fresh_processes
@@ -46,8 +44,8 @@ def _key(row: dict[str, object]) -> tuple[str, ...]:
     return tuple(str(row[k]) for k in ("form", "cache", "precision", "compile_mode", "batch_size", "context_len"))
 
 
-def measure(args: argparse.Namespace, argv: list[str]) -> int:
-    """Measure what has no rows yet; returns the number of rows that failed."""
+def measure(args: argparse.Namespace, argv: list[str]) -> None:
+    """Measure what has no rows yet; an opponent that failed is a result too."""
     path = records.output_path(args.output, "opponents")
     records.check_columns(path, OPPONENT_COLUMNS)
     run_id = records.start_run(path, ["opponents", *argv], args.seed)
@@ -55,7 +53,7 @@ def measure(args: argparse.Namespace, argv: list[str]) -> int:
     todo = [(opponent, case) for opponent, case in STUDY if _key(_columns(opponent, case)) not in done]
     own = [name for name in OWN if IMPLEMENTATIONS[name].version() is not None]
     requests = [{"opponent": asdict(o), "case": asdict(c), "own": own, "seed": args.seed} for o, c in todo]
-    begin, num_failed = time.monotonic(), 0
+    begin = time.monotonic()
     with tempfile.TemporaryDirectory() as cache:
         answers = answers_in_fresh_processes(
             "mla.measure.opponent", requests, timeout_s=args.timeout, environment={"TORCHINDUCTOR_CACHE_DIR": cache}
@@ -67,13 +65,11 @@ def measure(args: argparse.Namespace, argv: list[str]) -> int:
                 for row in answer
             ]
             records.append_rows(path, OPPONENT_COLUMNS, rows)
-            num_failed += sum(row["status"] != "ok" for row in rows)
             _print_rows(opponent, case, rows)
             if time.monotonic() - begin > args.time_budget:
                 print("time budget spent: run the same command again to go on", file=sys.stderr)
                 break
         answers.close()
-    return num_failed
 
 
 def _print_rows(opponent: Opponent, case: Case, rows: list[dict[str, object]]) -> None:
@@ -88,27 +84,17 @@ def _print_rows(opponent: Opponent, case: Case, rows: list[dict[str, object]]) -
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="triton-mla-bench opponents", description=__doc__)
-    parser.add_argument("--output", type=Path, required=True, metavar="PATH", help="a CSV file, or a folder")
+    parser = command_parser("opponents", __doc__)
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="limit of one opponent at one shape")
     parser.add_argument(
         "--time-budget", type=float, default=float("inf"), metavar="S", help="start no further one after this long"
     )
-    parser.add_argument("--seed", type=int, default=0)
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Measure; returns the exit code, which is 0 where an opponent failed: that is a result."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("expected a CUDA GPU to time on, found none")
-    try:
-        measure(args, argv)
-    except ValueError as error:
-        parser.error(str(error))
-    return 0
+    """Measure; returns the exit code."""
+    return run_command(_parser(), argv, measure)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@ rows.
 
 import argparse
 import sys
-from pathlib import Path
-
-import torch
 
 from mla.measure import records
 from mla.measure.bench import Progress
+from mla.measure.command import command_parser, run_command
 from mla.measure.pipeline_worker import ANSWER_BEGINS, MODELS, PipelineCase
 from mla.measure.subprocesses import answers_in_process
 from mla.schema import PIPELINE_COLUMNS
@@ -24,8 +22,7 @@ _KEYS = ("model", "batch_size", "context_len", "num_layers", "compiled")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="triton-mla-bench generate", description=__doc__)
-    parser.add_argument("--output", type=Path, required=True, metavar="PATH", help="a CSV file, or a folder")
+    parser = command_parser("generate", __doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--contexts", nargs="+", type=int, default=list(CONTEXTS), metavar="N", help="tokens")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N")
@@ -33,7 +30,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prefill", type=int, default=8192, metavar="N", help="longest context that is a real prompt")
     parser.add_argument("--compiled", action="store_true", help="let `generate` compile decoding: half a minute a case")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="limit of one case")
-    parser.add_argument("--seed", type=int, default=0, help="kept in the file; the models' own seed is fixed")
     return parser
 
 
@@ -98,14 +94,7 @@ def _summary(made: dict[str, object]) -> str:
 
 def main(argv: list[str]) -> int:
     """Measure; returns the exit code."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("expected a CUDA GPU to generate on, found none")
-    try:
-        return 1 if measure(args, argv) else 0
-    except ValueError as error:
-        parser.error(str(error))
+    return run_command(_parser(), argv, measure)
 
 
 if __name__ == "__main__":

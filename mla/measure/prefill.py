@@ -11,12 +11,12 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 
 from mla.kernels.prefill import PrefillConfig, fitting_configs
 from mla.measure import records, timing
+from mla.measure.command import command_parser, run_command
 from mla.measure.prefill_cases import CASES, Gate, Inputs, PrefillCase, draw_inputs
 from mla.prefill import SDPA_BACKENDS, assemble, mla_prefill, sdpa_prefill
 from mla.schema import PREFILL_COLUMNS
@@ -109,10 +109,8 @@ def _print_rows(case: PrefillCase, rows: list[dict[str, object]]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="triton-mla-bench prefill", description=__doc__)
-    parser.add_argument("--output", type=Path, required=True, metavar="PATH", help="a CSV file, or a folder")
+    parser = command_parser("prefill", __doc__)
     parser.add_argument("--max-context", type=int, default=32768, metavar="N", help="leave longer cases out")
-    parser.add_argument("--seed", type=int, default=0)
     return parser
 
 
@@ -138,14 +136,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 def main(argv: list[str]) -> int:
     """Measure; returns the exit code."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("expected a CUDA GPU to time on, found none")
-    try:
-        return 1 if run(args, argv) else 0
-    except ValueError as error:
-        parser.error(str(error))
+    return run_command(_parser(), argv, run)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 
 import torch
 
@@ -21,6 +20,7 @@ from mla.kernels.launch import device_facts
 from mla.kernels.portable import PortableConfig
 from mla.measure import records, timing
 from mla.measure.cases import SIXTEEN_SHAPES, Case, draw_problems
+from mla.measure.command import command_parser, run_command
 from mla.measure.gate import check_result
 from mla.measure.implementations import IMPLEMENTATIONS, Call
 from mla.problem import Problem
@@ -137,12 +137,10 @@ def _variants_of(kernel: str) -> Callable[[Case, list[Problem]], list[Variant]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="triton-mla-bench tune", description=__doc__)
-    parser.add_argument("--output", type=Path, required=True, metavar="PATH", help="a CSV file, or a folder")
+    parser = command_parser("tune", __doc__)
     parser.add_argument(
         "--kernels", nargs="+", choices=("portable", "hopper"), help="default: portable, and hopper on a Hopper GPU"
     )
-    parser.add_argument("--seed", type=int, default=0)
     return parser
 
 
@@ -172,15 +170,7 @@ def sweep(args: argparse.Namespace, argv: list[str]) -> None:
 
 def main(argv: list[str]) -> int:
     """Sweep; returns the exit code."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("expected a CUDA GPU to sweep on, found none")
-    try:
-        sweep(args, argv)
-    except ValueError as error:
-        parser.error(str(error))
-    return 0
+    return run_command(_parser(), argv, sweep)
 
 
 if __name__ == "__main__":

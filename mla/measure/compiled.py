@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from mla.kernels import hopper_launch, merge, portable, prefill, work_plan
+from mla.kernels import hopper_launch, merge, portable, portable_config, prefill, work_plan
 from mla.kernels.hopper import mla_decode_hopper_kernel
 from mla.stages import gluon_simple, gluon_warp_specialised, online_softmax, split_kv
 
@@ -106,7 +106,9 @@ def _types(kernel, dtype: str, partial: bool) -> dict[str, str]:
     return types
 
 
-def inspect_portable(config: portable.PortableConfig, dtype: str = "bf16", page_size: int = 64) -> dict[str, object]:
+def inspect_portable(
+    config: portable_config.PortableConfig, dtype: str = "bf16", page_size: int = 64
+) -> dict[str, object]:
     """`inspect_kernel` of the portable kernel in one configuration, at 512 + 64."""
     kernel = portable._mla_decode_portable_kernel
     types = _types(kernel, dtype, partial=True)
@@ -186,7 +188,7 @@ def inspect_all(dtype: str = "bf16") -> list[dict[str, object]]:
             num_stages=online_softmax.NUM_STAGES,
         )
         report.append({"kernel": kernel.__name__, "config": "", **facts})
-    for config in itertools.chain(*portable.CONFIGS.values()):
+    for config in itertools.chain(*portable_config.CONFIGS.values()):
         report.append({"kernel": "portable", "config": repr(config), **inspect_portable(config, dtype)})
     for config in prefill.CONFIGS:
         report.append({"kernel": "prefill", "config": repr(config), **inspect_prefill(config, dtype)})

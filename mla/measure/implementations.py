@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from mla.decode import mla_decode, plan_decode
-from mla.kernels import portable
+from mla.kernels import portable_config
 from mla.measure import peers
 from mla.problem import Problem
 from mla.stages import absorbed, naive, online_softmax, split_kv
@@ -91,8 +91,8 @@ def _call(problem: Problem, **options) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _portable(problems: list[Problem]) -> Prepared:
     p = problems[0]
-    config = portable.choose_config(p.q_absorbed, p.kv_cache)
-    num_splits = portable.default_num_splits(p.q_absorbed, p.kv_cache, p.block_table, config)
+    config = portable_config.choose_config(p.q_absorbed, p.kv_cache)
+    num_splits = portable_config.default_num_splits(p.q_absorbed, p.kv_cache, p.block_table, config)
     # a number of splits asks for this kernel
     return replace(_each(lambda p: _call(p, num_splits=num_splits))(problems), num_splits=num_splits)
 

@@ -1,7 +1,7 @@
 """`triton-mla-bench tune`: sweeps the portable kernel's configurations and the ways to divide the Hopper kernel's work.
 
 All variants of a kernel at a shape run in random order in the same rounds. Of the portable kernel only what wins a
-shape is kept in `mla.kernels.portable.CONFIGS`.
+shape is kept in `mla.kernels.portable_config.CONFIGS`.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from importlib import import_module
 
 import torch
 
-from mla.kernels import portable
+from mla.kernels import portable, portable_config
 from mla.kernels.launch import device_facts
-from mla.kernels.portable import PortableConfig
+from mla.kernels.portable_config import PortableConfig
 from mla.measure import records, timing
 from mla.measure.cases import SIXTEEN_SHAPES, Case, draw_problems
 from mla.measure.command import command_parser, run_command
@@ -66,10 +66,10 @@ _VARIANT_COLUMNS = (
 def portable_variants(case: Case, problems: list[Problem]) -> list[Variant]:
     """All candidates at one program a SM, the kept ones also with half and twice the splits."""
     kv_cache = problems[0].kv_cache
-    kept = {replace(c, programs_per_sm=1) for configs in portable.CONFIGS.values() for c in configs}
+    kept = {replace(c, programs_per_sm=1) for configs in portable_config.CONFIGS.values() for c in configs}
     chosen = []
     for config in CANDIDATES:
-        if config.use_descriptors and not portable.descriptors_fit(kv_cache, config.block_n):
+        if config.use_descriptors and not portable_config.descriptors_fit(kv_cache, config.block_n):
             continue
         chosen.append((config, None))
         if config in kept:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from mla import PRESETS
-from mla.kernels import portable
+from mla.kernels import portable, portable_config
 from mla.kernels.launch import Device
-from mla.kernels.portable import PortableConfig, choose_config, descriptors_fit
+from mla.kernels.portable_config import PortableConfig, choose_config, descriptors_fit
 from mla.measure.gate import check_result
 from mla.problem import make_problem
 from mla.tests.conftest import dtype_id, kernel_dtypes
@@ -26,7 +26,7 @@ def test_page_sizes(page_size, dtype, device):
     _check(make_problem(PRESETS["tiny"], lengths, page_size=page_size, dtype=dtype, device=device))
 
 
-@pytest.mark.parametrize("config", [c for configs in portable.CONFIGS.values() for c in configs], ids=str)
+@pytest.mark.parametrize("config", [c for configs in portable_config.CONFIGS.values() for c in configs], ids=str)
 def test_every_kept_configuration(config, device):
     p = make_problem(PRESETS["tiny"], [0, 63, 64, 200], page_size=64, dtype=torch.float16, device=device)
     _check(p, config, num_splits=2)
@@ -68,12 +68,12 @@ def test_first_fitting_configuration_is_chosen():
         p = make_problem(config, [5], page_size=page_size, dtype=dtype)
         return choose_config(p.q_absorbed, p.kv_cache)
 
-    assert chosen(64, 16) == portable.CONFIGS[16][0]
-    assert chosen(16, 16) == portable.CONFIGS[16][1]
-    assert chosen(128, 17) == portable.CONFIGS[64][0]
-    assert chosen(32, 128) == portable.CONFIGS[64][1]
-    assert chosen(1, 128) == portable.CONFIGS[64][2]
-    assert chosen(64, 16, torch.float32) in portable.SMALL_CONFIGS
+    assert chosen(64, 16) == portable_config.CONFIGS[16][0]
+    assert chosen(16, 16) == portable_config.CONFIGS[16][1]
+    assert chosen(128, 17) == portable_config.CONFIGS[64][0]
+    assert chosen(32, 128) == portable_config.CONFIGS[64][1]
+    assert chosen(1, 128) == portable_config.CONFIGS[64][2]
+    assert chosen(64, 16, torch.float32) in portable_config.SMALL_CONFIGS
 
 
 def test_configuration_fits_the_devices_shared_memory(monkeypatch):
@@ -81,13 +81,13 @@ def test_configuration_fits_the_devices_shared_memory(monkeypatch):
     q, pool = torch.zeros(1, 128, 576, dtype=torch.float16), torch.zeros(1, 64, 576, dtype=torch.float16)
 
     def chosen(shared_bytes, has_tma=True):
-        monkeypatch.setattr(portable, "device_facts", lambda device: Device(108, shared_bytes, has_tma))
+        monkeypatch.setattr(portable_config, "device_facts", lambda device: Device(108, shared_bytes, has_tma))
         return choose_config(q, pool)
 
-    assert chosen(232_448) == portable.CONFIGS[64][0]
-    assert chosen(232_448, has_tma=False) == portable.CONFIGS[64][2]
-    assert chosen(166_912) == portable.CONFIGS[64][1]
-    assert chosen(101_376) == portable.SMALL_CONFIGS[0]
+    assert chosen(232_448) == portable_config.CONFIGS[64][0]
+    assert chosen(232_448, has_tma=False) == portable_config.CONFIGS[64][2]
+    assert chosen(166_912) == portable_config.CONFIGS[64][1]
+    assert chosen(101_376) == portable_config.SMALL_CONFIGS[0]
     with pytest.raises(RuntimeError, match=r"expected a device with at least 36864 bytes.*got 20000"):
         chosen(20_000)
 

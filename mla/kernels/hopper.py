@@ -148,7 +148,7 @@ def _prefetch_half(
         page = gl.load(table + gl.minimum(tile * 2 + half, last_page))
         row = gl.to_tensor(0)
     # TMA reads zeros for a page that the pool does not have; an address must not be made of its id
-    page = gl.minimum(page.to(gl.uint32), (num_pages - 1).to(gl.uint32))
+    page = gl.where(page.to(gl.uint32) < num_pages.to(gl.uint32), page, 0)
     gl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
         [kv_ptr + page.to(gl.int64) * stride_page + row.to(gl.int64) * 576, gl.to_tensor(32 * 1152)],
@@ -168,7 +168,7 @@ def _tokens_of_run(seq_lens_ptr, w, part, max_seq_len):
     tokens = part[TOKENS]
     if w > 0:
         # the first run's came with the part, to save a load before the first tile
-        tokens = gl.minimum(gl.load(seq_lens_ptr + part[REQUEST] + w), max_seq_len)
+        tokens = gl.minimum(gl.maximum(gl.load(seq_lens_ptr + part[REQUEST] + w), 0), max_seq_len)
         if part[REQUEST] + w == part[END_REQUEST]:
             tokens = gl.minimum(tokens, part[END_TILE] * 64)
     return tokens

@@ -264,8 +264,15 @@ HOPPER = {
     ),
     "table's width": Break(
         "kernels/hopper.py",
-        "gl.minimum(gl.load(seq_lens_ptr + part[REQUEST] + w), max_seq_len)",
-        "gl.minimum(gl.load(seq_lens_ptr + part[REQUEST] + w), max_seq_len + 1)",
+        "gl.maximum(gl.load(seq_lens_ptr + part[REQUEST] + w), 0), max_seq_len)",
+        "gl.maximum(gl.load(seq_lens_ptr + part[REQUEST] + w), 0), max_seq_len + 1)",
+        (_LENGTHS,),
+        "hopper",
+    ),
+    "negative length": Break(
+        "kernels/hopper.py",
+        "gl.maximum(gl.load(seq_lens_ptr + part[REQUEST] + w), 0)",
+        "gl.load(seq_lens_ptr + part[REQUEST] + w)",
         (_LENGTHS,),
         "hopper",
     ),

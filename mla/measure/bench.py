@@ -183,7 +183,7 @@ def run_benchmark(args: argparse.Namespace, command: list[str]) -> int:
         path = records.output_path(args.output, "decode")
         records.check_columns(path, DECODE_COLUMNS)
         print(f"writing {path}; to go on with it another day, name the file", file=sys.stderr)
-        run_id = records.start_run(path, command, args.seed)
+        run_id = records.start_run(path, command, args.seed, args.part)
         done = set() if args.again else {_key(row) for row in records.read_rows(path)}
 
     def missing(case: Case, names: list[str]) -> list[tuple[str, str]]:

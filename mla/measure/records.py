@@ -3,7 +3,8 @@
 import csv
 import fcntl
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -22,25 +23,54 @@ def output_path(given: Path, kind: str) -> Path:
     return given / f"{kind}_{gpu}_{provenance.utc_now()[:10]}.csv"
 
 
-def start_run(path: Path, command: list[str], seed: int) -> str:
+@contextmanager
+def _changing(path: Path) -> Iterator[None]:
+    """Alone while a file and its sidecar are changed: runs on several GPUs write to the same one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".change.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _hold(path: Path, part: str) -> None:
+    """Keep others from writing a file until this process ends: all, or where `part` is given, the same part."""
+
+    def lock(suffix: str, kind: int) -> None:
+        file = path.with_suffix(suffix).open("w")
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"{path}: expected to be the only run that writes it, got another one at work") from error
+        _LOCKS.append(file)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock(".lock", fcntl.LOCK_SH if part else fcntl.LOCK_EX)
+    if part:
+        lock(f".{part.replace('/', '-of-')}.lock", fcntl.LOCK_EX)
+
+
+def start_run(path: Path, command: list[str], seed: int, part: str = "") -> str:
     """Add this run to the sidecar, written anew if it is the first; returns the run's id.
 
+    Args:
+        path: the CSV file.
+        command: arguments of triton-mla-bench.
+        seed: of the inputs.
+        part: "I/N" where N runs share the cases, "" for a run alone.
+
     Raises:
-        ValueError: another process is writing the same file.
+        ValueError: another process is writing the same file, or the same part of it.
     """
-    sidecar = path.with_suffix(".json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = path.with_suffix(".lock").open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise ValueError(f"{path}: expected to be the only run that writes it, got another one at work") from error
-    # held, and thus locked, until this process ends
-    _LOCKS.append(lock)
+    _hold(path, part)
+    with _changing(path):
+        return _add_run(path.with_suffix(".json"), command, seed)
+
+
+def _add_run(sidecar: Path, command: list[str], seed: int) -> str:
     content = (
         json.loads(sidecar.read_text()) if sidecar.exists() else {**provenance.machine(), "seed": seed, "runs": []}
     )
-    run_id = f"{path.stem}-{len(content['runs']) + 1}"
+    run_id = f"{sidecar.stem}-{len(content['runs']) + 1}"
     content["runs"].append(
         {
             "run_id": run_id,
@@ -65,15 +95,16 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 def set_aside(path: Path, columns: list[str], is_replaced: Callable[[dict[str, str]], bool]) -> None:
     """Move rows that were measured again to `<stem>.replaced.csv`; the others stay as they are."""
-    rows = read_rows(path)
-    replaced = [row for row in rows if is_replaced(row)]
-    if not replaced:
-        return
-    append_rows(path.with_suffix(".replaced.csv"), columns, replaced)
-    kept = path.with_suffix(".kept.csv")
-    kept.unlink(missing_ok=True)
-    append_rows(kept, columns, [row for row in rows if not is_replaced(row)])
-    kept.replace(path)
+    with _changing(path):
+        rows = read_rows(path)
+        replaced = [row for row in rows if is_replaced(row)]
+        if not replaced:
+            return
+        _append(path.with_suffix(".replaced.csv"), columns, replaced)
+        kept = path.with_suffix(".kept.csv")
+        kept.unlink(missing_ok=True)
+        _append(kept, columns, [row for row in rows if not is_replaced(row)])
+        kept.replace(path)
 
 
 def check_columns(path: Path, columns: list[str]) -> None:
@@ -92,9 +123,13 @@ def check_columns(path: Path, columns: list[str]) -> None:
 
 def append_rows(path: Path, columns: list[str], rows: list[dict[str, object]]) -> None:
     """Append rows; a new file gets its header first. A row with an unknown column is a ValueError."""
+    with _changing(path):
+        _append(path, columns, rows)
+
+
+def _append(path: Path, columns: list[str], rows: list[dict[str, object]]) -> None:
     check_columns(path, columns)
     is_new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         if is_new:

@@ -26,6 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cases.add_argument("--num-heads", type=int, nargs="+", metavar="N", help="query heads")
     cases.add_argument("--page-size", type=int, nargs="+", metavar="N", help="tokens a page")
     cases.add_argument("--lengths", nargs="+", choices=tuple(SHORTEST), help="how the requests' lengths are spread")
+    cases.add_argument(
+        "--part",
+        metavar="I/N",
+        default="",
+        help="every N-th of the cases from the I-th on: N runs on as many GPUs share them, and may write one file",
+    )
     cases.add_argument("--dtype", choices=("bfloat16", "float16"), help="default: bfloat16, without a GPU float16")
     parser.add_argument("--implementations", nargs="+", metavar="ID", help=f"of {', '.join(IMPLEMENTATIONS)}")
 
@@ -51,7 +57,16 @@ def select(args: argparse.Namespace, has_gpu: bool) -> dict[Case, list[str]]:
             implementations = set(names) - set(ABLATIONS)
         for case in cases:
             wanted.setdefault(case, set()).update(implementations)
-    return {case: [name for name in names if name in chosen] for case, chosen in wanted.items()}
+    first, step = _part(args.part)
+    return {case: [name for name in names if name in wanted[case]] for case in list(wanted)[first - 1 :: step]}
+
+
+def _part(text: str) -> tuple[int, int]:
+    """I and N of "I/N"; 1 and 1 of ""."""
+    first, _, number = (text or "1/1").partition("/")
+    if not (first.isdigit() and number.isdigit() and 1 <= int(first) <= int(number)):
+        raise ValueError(f"--part: expected I/N with I from 1 to N, such as 1/2, got {text!r}")
+    return int(first), int(number)
 
 
 def _chosen_cases(args: argparse.Namespace, has_gpu: bool) -> dict[str, list[Case]]:

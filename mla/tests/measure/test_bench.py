@@ -167,12 +167,24 @@ def test_a_second_run_skips_what_is_done(monkeypatch, tmp_path):
     with path.with_suffix(".replaced.csv").open() as file:
         replaced = list(csv.DictReader(file))
     assert {(r["batch_size"], r["timer"], r["run_id"][-1]) for r in replaced} == {("8", "eager", "1")}
-    with pytest.raises(ValueError, match="only run that writes it"):
-        records.start_run(path, common, 0)
+    for part in ("", "1/2"):
+        with pytest.raises(ValueError, match="only run that writes it"):
+            records.start_run(path, common, 0, part)
     records._LOCKS.clear()
     sidecar = json.loads(path.with_suffix(".json").read_text())
     assert [r["run_id"] for r in sidecar["runs"]] == [f"decode_h200_2026-01-01-{i}" for i in (1, 2, 3)]
     assert {r["source_sha256"] for r in sidecar["runs"]} == {source_digest()}
+
+
+def test_runs_that_share_the_cases_write_one_file(monkeypatch, tmp_path):
+    """Each part once, and nobody else meanwhile."""
+    path = tmp_path / "decode_h200_2026-01-01.csv"
+    monkeypatch.setattr(records.provenance, "machine", lambda: {})
+    assert [records.start_run(path, [], 0, part) for part in ("1/2", "2/2")] == [f"{path.stem}-{i}" for i in (1, 2)]
+    for part in ("1/2", "2/2", ""):
+        with pytest.raises(ValueError, match="only run that writes it"):
+            records.start_run(path, [], 0, part)
+    records._LOCKS.clear()
 
 
 def test_only_what_is_missing_is_measured(monkeypatch, tmp_path):

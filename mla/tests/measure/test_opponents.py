@@ -72,9 +72,9 @@ def test_the_study_names_each_opponent_once_and_tunes_first():
             assert (tuned, case) in opponents.STUDY[:place]
 
 
-def test_one_opponent_is_timed_in_the_rounds_of_ours(monkeypatch):
+def test_one_opponent_is_timed_in_the_rounds_of_ours(monkeypatch, device):
     monkeypatch.setattr(
-        opponent_module, "draw_problems", lambda case, device, seed: draw_problems(case, "cpu", seed, 2)
+        opponent_module, "draw_problems", lambda case, _, seed: draw_problems(case, device, seed, at_most=2)
     )
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

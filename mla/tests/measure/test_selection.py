@@ -63,6 +63,19 @@ def test_a_shape_of_its_own():
     assert set(_select("--num-heads", "16")) == {dataclasses.replace(c, num_heads=16) for c in GROUPS["sixteen"]}
 
 
+def test_parts_share_the_cases():
+    whole = _select("--cases", "sixteen", "staircase")
+    parts = [_select("--cases", "sixteen", "staircase", "--part", f"{i}/3") for i in (1, 2, 3)]
+    assert [len(part) for part in parts] == [6, 5, 5]
+    assert {case: names for part in parts for case, names in part.items()} == whole
+
+
+@pytest.mark.parametrize("part", ["0/2", "3/2", "1", "a/b", "1/2/3"])
+def test_a_part_that_is_none_is_an_error(part):
+    with pytest.raises(ValueError, match="--part: expected I/N with I from 1 to N"):
+        _select("--part", part)
+
+
 def test_dtype_goes_with_groups():
     assert {c.dtype for c in _select("--cases", "long", "--dtype", "float16")} == {"float16"}
 

@@ -41,6 +41,7 @@ measure: $(FULL)  ## sweep and benchmark on this machine's GPU, into data/ (run 
 	-$(PY) -m mla.measure.bench intermediates --output data
 	-$(PY) -m mla.measure.bench prefill --output data
 	-$(PY) -m mla.measure.bench generate --output data
+	-$(PY) -m mla.measure.bench runs --output data
 	$(PY) -m mla.measure.bench --cases $(or $(CASES),all) --output data $(FLAGS)
 
 test-gpu: $(FULL)  ## run the GPU tests on this machine's GPU, summary into data/

@@ -36,6 +36,12 @@ INTERMEDIATE_COLUMNS = [
     "inductor_read_bytes", "inductor_written_bytes", "bytes_moved", "flops", "rel_err", "status", "run_id",
 ]  # fmt: skip
 
+RUN_COLUMNS = [
+    "run", "implementation", "batch_size", "context_len", "lengths", "num_heads", "dtype", "page_size", "timer",
+    "l2_state", "latency_us_p20", "latency_us_p50", "latency_us_p80", "repeats", "flops", "matmul_tflops", "read_gbps",
+    "status", "run_id",
+]  # fmt: skip
+
 PREFILL_COLUMNS = [
     "implementation", "config", "batch_size", "q_len", "context_len", "num_heads", "qk_head_dim", "v_head_dim", "dtype",
     "assembly", "timer", "l2_state", "latency_us_p20", "latency_us_p50", "latency_us_p80", "repeats", "flops",

@@ -24,7 +24,7 @@ from mla.measure.worker import TIMERS
 from mla.schema import DECODE_COLUMNS
 
 # Gates that share the GPU: they check, they do not time.
-_GATE_JOBS = 4
+_GATE_JOBS = 8
 # Memory of a gate over that of its inputs: `absorbed` copies a ragged batch's contiguous cache and makes fp32 scores.
 _GATE_MEMORY = 4
 # What has a main function of its own, and what it does.
@@ -34,6 +34,7 @@ _COMMANDS = {
     "opponents": "times ways to write the baseline in torch",
     "prefill": "times the prefill kernel",
     "generate": "times whole models",
+    "runs": "times the sixteen shapes several times",
     "campaign": "checks random cases",
     "sanitize": "runs compute-sanitizer",
     "intermediates": "counts the kernels of one call and the bytes between them",

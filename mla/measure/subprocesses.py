@@ -160,14 +160,14 @@ def time_in_process(
     Returns:
         The worker's rows; where the process hangs or crashes, rows that say so.
     """
-    request = json.dumps({"case": asdict(case), "names": names, "timers": timers, "seed": seed})
+    request = json.dumps({"cases": [asdict(case)], "names": names, "timers": timers, "seed": seed})
     try:
         done = subprocess.run(
             [sys.executable, "-m", "mla.measure.worker"], input=request, capture_output=True, text=True,
             timeout=timeout_s,
         )  # fmt: skip
         if done.returncode == 0:
-            return json.loads(done.stdout.strip().splitlines()[-1])
+            return json.loads(done.stdout.strip().splitlines()[-1])[0]
         reason = f"failed: the timing process ended with code {done.returncode}: {_last_line(done.stderr)}"
     except subprocess.TimeoutExpired:
         reason = f"failed: not timed within {timeout_s:.0f} s"

@@ -1,6 +1,7 @@
-"""Times one case: `python -m mla.measure.worker`, a JSON request on stdin, a JSON list of rows on stdout.
+"""Times cases: `python -m mla.measure.worker`, a JSON request on stdin, a JSON list of a list of rows a case on stdout.
 
-A process a shape: nothing that one shape leaves behind (memory, compiled code, a broken context) meets the next.
+The benchmark gives each case a process of its own, so that nothing that one leaves behind (memory, compiled code, a
+broken context) meets the next; a run of `triton-mla-bench runs` is one process.
 """
 
 import gc
@@ -105,8 +106,12 @@ def time_case(case: Case, names: list[str], timers: list[str], seed: int) -> lis
 
 def main() -> None:
     request = json.load(sys.stdin)
+    rows = []
     with torch.inference_mode():
-        rows = time_case(Case(**request["case"]), request["names"], request["timers"], request["seed"])
+        for case in request["cases"]:
+            rows.append(time_case(Case(**case), request["names"], request["timers"], request["seed"]))
+            gc.collect()
+            torch.cuda.empty_cache()
     print(json.dumps(rows))
 
 

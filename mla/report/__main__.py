@@ -12,7 +12,9 @@ from mla.report.claims import claims
 from mla.report.first_call import first_call_sentence
 from mla.report.intermediates import intermediates_markdown
 from mla.report.opponents import opponents_markdown
+from mla.report.prefill import prefill_markdown
 from mla.report.projection import FROM, projection, projection_figure
+from mla.report.runs import runs_markdown
 
 # --data and --output where they are not given; a README is only ours to rewrite beside them.
 DEFAULT_FOLDERS = (Path("data"), Path("figures"))
@@ -66,7 +68,8 @@ def redraw(data_dir: Path, output: Path, readme_path: Path | None, gpu: str) -> 
     """Write all figures and tables of one GPU's newest data, and the README's blocks; returns the paths written."""
     frame, tune = data.load(data_dir, gpu), data.load_tune(data_dir, gpu)
     hopper_tune, first_call = data.load_tune(data_dir, gpu, kernel="hopper"), first_call_sentence(data_dir, gpu)
-    pipeline, opponents, intermediates = (data.load_study(data_dir, kind, gpu) for kind in data.STUDIES)
+    measured = {kind: data.load_study(data_dir, kind, gpu) for kind in data.STUDIES}
+    pipeline, intermediates = measured["pipeline"], measured["intermediates"]
     published = data.load_published(data_dir)
     table = claims(frame, published, tune, pipeline)
     readmes = {}
@@ -77,7 +80,7 @@ def redraw(data_dir: Path, output: Path, readme_path: Path | None, gpu: str) -> 
     paths = []
     for name, figure in draw(frame, published, tune, pipeline, intermediates).items():
         paths += figures.save(figure, output, name)
-    made = texts(frame, table, tune, hopper_tune, first_call) | study_texts(opponents, intermediates, published)
+    made = texts(frame, table, tune, hopper_tune, first_call) | study_texts(measured, published)
     paths += [write(output / name, text) for name, text in made.items()]
     return paths + [write(path, text) for path, text in readmes.items()]
 
@@ -164,16 +167,20 @@ def texts(
     return {name: text for name, text in made.items() if text is not None}
 
 
-def study_texts(
-    opponents: pd.DataFrame | None, intermediates: pd.DataFrame | None, published: pd.DataFrame
-) -> dict[str, str]:
-    """The tables of the studies with files of their own, by file name; of those that were measured."""
-    made = {}
-    if opponents is not None:
-        made["opponents.md"] = opponents_markdown(opponents, published)
-    if intermediates is not None:
-        made["intermediates.md"] = intermediates_markdown(intermediates)
-    return made
+def study_texts(measured: dict[str, pd.DataFrame | None], published: pd.DataFrame) -> dict[str, str]:
+    """The tables of the studies with files of their own, by file name; of those that were measured.
+
+    Args:
+        measured: kind -> what `data.load_study` returns.
+        published: what `data.load_published` returns.
+    """
+    makers = {
+        "opponents": lambda frame: opponents_markdown(frame, published),
+        "intermediates": intermediates_markdown,
+        "prefill": prefill_markdown,
+        "runs": runs_markdown,
+    }
+    return {f"{kind}.md": make(measured[kind]) for kind, make in makers.items() if measured[kind] is not None}
 
 
 def write(path: Path, text: str) -> Path:

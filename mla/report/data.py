@@ -7,8 +7,16 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from mla.report.schema import DEFAULT_PAGE_SIZE, PUBLISHED_COLUMNS, read_checked
-from mla.schema import DECODE_COLUMNS, INTERMEDIATE_COLUMNS, OPPONENT_COLUMNS, PIPELINE_COLUMNS, TUNE_COLUMNS
+from mla.report.schema import ALLOWED, DEFAULT_PAGE_SIZE, OF_KIND, PUBLISHED_COLUMNS, read_checked
+from mla.schema import (
+    DECODE_COLUMNS,
+    INTERMEDIATE_COLUMNS,
+    OPPONENT_COLUMNS,
+    PIPELINE_COLUMNS,
+    PREFILL_COLUMNS,
+    RUN_COLUMNS,
+    TUNE_COLUMNS,
+)
 
 DEFAULT_GPU = "h200"
 # Studies of their own, and the columns of their files.
@@ -16,6 +24,8 @@ STUDIES = {
     "pipeline": PIPELINE_COLUMNS,
     "opponents": OPPONENT_COLUMNS,
     "intermediates": INTERMEDIATE_COLUMNS,
+    "prefill": PREFILL_COLUMNS,
+    "runs": RUN_COLUMNS,
 }
 
 
@@ -138,7 +148,8 @@ def load_study(
     file = find_file(directory, kind, gpu, date)
     if file is None:
         return None
-    frame, sidecar = read_checked(file.path, STUDIES[kind]), load_sidecar(file.path)
+    frame = read_checked(file.path, STUDIES[kind], {**ALLOWED, **OF_KIND.get(kind, {})})
+    sidecar = load_sidecar(file.path)
     return frame.assign(
         gpu=sidecar["gpu"],
         date=file.date,

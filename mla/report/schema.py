@@ -53,6 +53,11 @@ ALLOWED = {
     "model": ["mla_patched", "mla_unpatched", "mha"],
     "fill": ["prefill", "random_rows"],
     "testable": ["yes", "later", "no", "constant"],
+    "assembly": ["none", "timed", "untimed"],
+}
+# What files of one kind have in a column that others have as well.
+OF_KIND = {
+    "prefill": {"implementation": ["fused", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math"]},
 }
 # The names that torch prints, and the short ones used here.
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -61,10 +66,15 @@ DEFAULT_PAGE_SIZE = 64
 LATER_COLUMNS = {"lengths": "even", "kernel": "portable", "mode": None, "prefetch": None, "by_rule": None}
 
 
-def read_checked(path: Path, columns: list[str]) -> pd.DataFrame:
+def read_checked(path: Path, columns: list[str], allowed: dict[str, list[str]] = ALLOWED) -> pd.DataFrame:
     """Read a CSV and check columns, fixed vocabularies, statuses and latencies; ValueError says what is wrong.
 
     A file without one of `LATER_COLUMNS` is read as if it had its value in every row.
+
+    Args:
+        path: the file.
+        columns: that it must have.
+        allowed: column -> what may stand in it.
     """
     frame = pd.read_csv(path)
     frame = frame.assign(**{name: value for name, value in LATER_COLUMNS.items() if name not in frame})
@@ -76,10 +86,10 @@ def read_checked(path: Path, columns: list[str]) -> pd.DataFrame:
     if frame.empty:
         raise ValueError(f"expected measurements in {path.name}, got a header alone; measure again")
     frame = frame[columns]
-    for column in set(columns) & set(ALLOWED):
-        if unknown := sorted(set(frame[column].dropna().astype(str)) - set(ALLOWED[column])):
+    for column in set(columns) & set(allowed):
+        if unknown := sorted(set(frame[column].dropna().astype(str)) - set(allowed[column])):
             raise ValueError(
-                f"expected {column} in {path.name} to be one of {', '.join(ALLOWED[column])}, "
+                f"expected {column} in {path.name} to be one of {', '.join(allowed[column])}, "
                 f"got {', '.join(unknown)}; correct the file or extend mla/report/schema.py"
             )
     if "status" in columns:

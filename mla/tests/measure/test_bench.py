@@ -249,9 +249,9 @@ def test_large_inputs_are_checked_by_fewer_gates_at_a_time(monkeypatch):
         total_memory = 150e9
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
-    assert bench._gate_jobs([Case(8, 1024)], "cuda") == 4
+    assert bench._gate_jobs([Case(8, 1024)], "cuda") == bench._GATE_JOBS
     assert bench._gate_jobs([Case(8, 1024), Case(128, 131072, lengths="one-long")], "cuda") == 1
-    assert bench._gate_jobs([Case(128, 131072)], "cpu") == 4
+    assert bench._gate_jobs([Case(128, 131072)], "cpu") == bench._GATE_JOBS
 
 
 def test_a_failure_in_timing_overrides_the_gates_verdict():

@@ -12,7 +12,14 @@ import pytest
 from mla.measure.cases import GROUPS, Case
 from mla.measure.implementations import STAIRCASE
 from mla.report import data
-from mla.schema import DECODE_COLUMNS, INTERMEDIATE_COLUMNS, OPPONENT_COLUMNS, PIPELINE_COLUMNS, TUNE_COLUMNS
+from mla.schema import (
+    DECODE_COLUMNS,
+    INTERMEDIATE_COLUMNS,
+    OPPONENT_COLUMNS,
+    PIPELINE_COLUMNS,
+    PREFILL_COLUMNS,
+    TUNE_COLUMNS,
+)
 
 matplotlib.use("Agg")
 
@@ -294,9 +301,21 @@ def kernel_row(implementation: str, kernels: dict[str, float], **changes) -> lis
     ]
 
 
+def prefill_row(implementation: str, latency_us: float | None, **changes) -> dict:
+    """One measurement of prefill: 4K tokens of 128 heads."""
+    row = dict.fromkeys(PREFILL_COLUMNS) | {
+        "implementation": implementation, "batch_size": 1, "q_len": 4096, "context_len": 4096, "num_heads": 128,
+        "qk_head_dim": 192, "v_head_dim": 128, "dtype": "bfloat16",
+        "assembly": "none" if implementation == "fused" else "timed", "timer": "cuda_graph", "l2_state": "cold",
+        "latency_us_p50": latency_us, "flops": 6e11, "matmul_tflops": 750.0, "passed": latency_us is not None,
+        "status": "ok", "run_id": "p1",
+    }  # fmt: skip
+    return row | changes
+
+
 def write_study(path: Path, kind: str, rows: list[dict], dirty: bool = False) -> None:
     """Write the file of a study and its provenance into a data folder."""
-    columns = {"opponents": OPPONENT_COLUMNS, "intermediates": INTERMEDIATE_COLUMNS}[kind]
+    columns = data.STUDIES[kind]
     stem = path / f"{kind}_h200_2026-01-02"
     pd.DataFrame(rows, columns=columns).to_csv(f"{stem}.csv", index=False)
     runs = [{"run_id": run_id, "dirty": dirty} for run_id in sorted({row["run_id"] for row in rows})]

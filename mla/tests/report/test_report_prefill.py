@@ -1,0 +1,65 @@
+"""The prefill kernel beside torch's backends: the table's arithmetic, its sentence, its file."""
+
+import math
+
+import pytest
+
+from mla.report import data, prefill
+from mla.report.__main__ import main
+from mla.tests.report.conftest import prefill_row, write_study
+from mla.tests.report.test_report_tables import parse_markdown
+
+SHORT = {"q_len": 1024, "context_len": 1024, "flops": 4e10}
+ROWS = [
+    prefill_row("fused", 2000.0, config="m128-n64-w8-s3"),
+    prefill_row("fused", 1600.0, config="m128-n128-w8-s2"),
+    prefill_row("fused", None, config="m64-n64-w4-s2", status="failed: OutOfResources: shared memory"),
+    prefill_row("sdpa_flash", 2400.0),
+    prefill_row("sdpa_flash", 1200.0, assembly="untimed"),
+    prefill_row("sdpa_cudnn", 2000.0),
+    prefill_row("sdpa_math", None, status="out_of_memory"),
+    prefill_row("fused", 300.0, config="m128-n64-w8-s3", **SHORT),
+    prefill_row("sdpa_flash", 150.0, **SHORT),
+    prefill_row("fused", 900.0, num_heads=16, config="m128-n64-w8-s3"),
+]
+
+
+@pytest.fixture
+def study(folder):
+    folder.write()
+    write_study(folder.path, "prefill", ROWS)
+    return folder
+
+
+@pytest.fixture
+def table(study):
+    return prefill.prefill(data.load_study(study.path, "prefill"))
+
+
+def test_the_fastest_right_configuration_beside_each_backend(table):
+    assert table.index.tolist() == [(128, 1, 1024, 1024), (128, 1, 4096, 4096), (16, 1, 4096, 4096)]
+    row = table.loc[(128, 1, 4096, 4096)]
+    assert (row["fused"], row["config"], row["best"], row["ratio"]) == (1600.0, "m128-n128-w8-s2", "sdpa_cudnn", 1.25)
+    assert row["sdpa_flash"] == 2400.0
+    assert math.isnan(row["sdpa_math"])
+    assert row["tflops"] == pytest.approx(375)
+    assert row["share_of_matmul"] == pytest.approx(0.5)
+    assert math.isnan(table.loc[(16, 1, 4096, 4096), "ratio"])
+
+
+def test_sentence(table):
+    assert prefill.prefill_sentence(table) == (
+        "The fused kernel is 0.50 to 1.25 times as fast as the fastest of torch's backends, and ahead in 1 of 2 cases. "
+        "That backend is `sdpa_flash` in 1, `sdpa_cudnn` in 1."
+    )
+    assert prefill.prefill_sentence(table.iloc[2:]) == "No case has a result of both sides."
+
+
+def test_the_file_is_written_where_it_was_measured(study, tmp_path):
+    assert main(["--data", str(study.path), "--output", str(tmp_path / "figures")]) == 0
+    text = (tmp_path / "figures" / "prefill.md").read_text()
+    row = parse_markdown(text).set_index(["heads", "keys"]).loc[("128", "4K")]
+    assert row[["fused, ms", "flash, ms", "math, ms"]].tolist() == ["1.600", "2.400", "-"]
+    assert row[["TFLOPS", "torch's best over fused"]].tolist() == ["375", "1.25"]
+    assert "fused m64-n64-w4-s2 at 128 heads, 4K of 4K: failed: OutOfResources: shared memory" in text
+    assert "sdpa_math at 128 heads, 4K of 4K: out_of_memory" in text

@@ -19,7 +19,7 @@ SDPA_BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-# What computes a prompt that nothing was cached before, on a GPU: ("fused",) for this package's kernel, or backends of
+# What computes a prompt on a GPU: ("fused",) for this package's kernel, or backends of
 # torch's. Not measured yet: `triton-mla-bench prefill` compares them.
 PROMPT_BACKENDS: tuple[str, ...] = ("flash", "efficient")
 _CPU_BACKENDS = ("flash", "math")
@@ -101,7 +101,13 @@ def assemble(
 
 
 def sdpa_prefill(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float, backends: Sequence[str]
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    softmax_scale: float,
+    backends: Sequence[str],
+    dropout: float = 0.0,
 ) -> torch.Tensor:
     """Causal attention by torch's scaled_dot_product_attention; the last query sees the last key.
 
@@ -110,6 +116,7 @@ def sdpa_prefill(
         k, v: (batch_size, kv_len, num_heads, width).
         softmax_scale: factor on the scores.
         backends: names in `SDPA_BACKENDS`; torch takes the one that it prefers among those that take the call.
+        dropout: probability.
 
     Returns:
         (batch_size, q_len, num_heads, v's width).
@@ -124,28 +131,37 @@ def sdpa_prefill(
     q_len, kv_len = q.shape[2], k.shape[2]
     mask = dict(is_causal=True) if q_len == kv_len else dict(attn_mask=causal_lower_right(q_len, kv_len))
     with sdpa_kernel([SDPA_BACKENDS[name] for name in backends]):
-        return F.scaled_dot_product_attention(q, k, v, **mask, scale=softmax_scale).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, **mask, dropout_p=dropout, scale=softmax_scale)
+    return out.transpose(1, 2)
 
 
 def attend_prompt(
-    q: torch.Tensor, k_nope: torch.Tensor, k_pe: torch.Tensor, v: torch.Tensor, *, softmax_scale: float
+    q: torch.Tensor,
+    k_nope: torch.Tensor,
+    k_pe: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    softmax_scale: float,
+    dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Causal attention of a prompt that nothing was cached before, by what is faster (`PROMPT_BACKENDS`).
+    """Causal attention of a prompt, by what is faster (`PROMPT_BACKENDS`); the last query sees the last key.
 
     Args:
-        q, k_nope, k_pe, v, softmax_scale: as `mla_prefill` takes them, with as many keys as queries.
+        q, k_nope, k_pe, v, softmax_scale: as `mla_prefill` takes them.
+        dropout: probability, in training.
 
     Returns:
-        (batch_size, q_len, num_heads, v_head_dim). It has a gradient where one is asked for: torch attends then.
+        (batch_size, q_len, num_heads, v_head_dim). It has a gradient where one is asked for: torch attends then, as it
+        does where there is dropout.
     """
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_nope, k_pe, v))
+    needs_torch = dropout > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_nope, k_pe, v)))
     backends = PROMPT_BACKENDS if q.is_cuda else _CPU_BACKENDS
     if backends == ("fused",):
-        if not needs_grad:
+        if not needs_torch:
             return mla_prefill(q, k_nope, k_pe, v, softmax_scale=softmax_scale)[0]
         backends = ("flash", "efficient")
     inputs = assemble(q, k_nope, k_pe, v, for_flash="flash" in backends)
-    return sdpa_prefill(*inputs, softmax_scale=softmax_scale, backends=backends)[..., : v.shape[-1]]
+    return sdpa_prefill(*inputs, softmax_scale=softmax_scale, backends=backends, dropout=dropout)[..., : v.shape[-1]]
 
 
 def merge_attention(

@@ -3,13 +3,12 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 from transformers.masking_utils import causal_mask_function
 
 from mla.decode import mla_decode
 from mla.hf.cache import NewRows
 from mla.hf.store import Step, padding_last
+from mla.prefill import attend_prompt
 from mla.reference import absorb_query, project_values
 from mla.weights import split_kv_b_proj
 
@@ -128,8 +127,8 @@ def _prefill_chunk(module, query, cached_rows, step: Step, scaling) -> torch.Ten
 def _attend(module, query, rows, scaling, dropout=0.0) -> torch.Tensor:
     """Causal attention of the last q_len tokens over all rows, with keys and values rebuilt from them.
 
-    The one place where prefill is computed. On a GPU torch's fused backends hold no (q_len, rows) matrix; the rebuilt
-    keys and values grow with the number of rows, for one layer at a time.
+    No (q_len, rows) matrix is held on a GPU; the rebuilt keys and values grow with the number of rows, for one layer at
+    a time.
 
     Args:
         query: (batch_size, num_heads, q_len, qk_head_dim).
@@ -138,18 +137,10 @@ def _attend(module, query, rows, scaling, dropout=0.0) -> torch.Tensor:
     Returns:
         (batch_size, q_len, num_heads, v_head_dim).
     """
-    latent, k_pe = rows[:, None].split((module.kv_lora_rank, module.qk_rope_head_dim), dim=-1)
-    keys, values = type(module).expand_kv(module, latent, k_pe)
-    if query.is_cuda and query.dtype != torch.float32:
-        # the flash backend wants one width for keys and values
-        values = F.pad(values, (0, keys.shape[-1] - values.shape[-1]))
-    q_len, tokens = query.shape[2], keys.shape[2]
-    if q_len == tokens:
-        out = F.scaled_dot_product_attention(query, keys, values, dropout_p=dropout, is_causal=True, scale=scaling)
-    else:
-        mask = causal_lower_right(q_len, tokens)
-        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, dropout_p=dropout, scale=scaling)
-    return out[..., : module.v_head_dim].transpose(1, 2)
+    latent, k_pe = rows.split((module.kv_lora_rank, module.qk_rope_head_dim), dim=-1)
+    widths = (module.qk_nope_head_dim, module.v_head_dim)
+    k_nope, values = module.kv_b_proj(latent).unflatten(-1, (-1, sum(widths))).split(widths, dim=-1)
+    return attend_prompt(query.transpose(1, 2), k_nope, k_pe, values, softmax_scale=scaling, dropout=dropout)
 
 
 def _gathered(x: torch.Tensor, order: torch.Tensor | None, dim: int) -> torch.Tensor:

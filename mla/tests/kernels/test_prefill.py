@@ -157,6 +157,20 @@ def test_prompt_by_every_way(widths, backends, device, monkeypatch):
     torch.testing.assert_close(out.double(), _reference(**inputs)[0], atol=4e-3, rtol=0)
 
 
+@pytest.mark.parametrize("backends", [("flash", "math"), ("fused",)], ids=str)
+def test_a_chunk_by_every_way(backends, device, monkeypatch):
+    """New tokens behind cached ones, which a patched model has; in training with dropout, which only torch has."""
+    monkeypatch.setattr("mla.prefill.PROMPT_BACKENDS", backends)
+    monkeypatch.setattr("mla.prefill._CPU_BACKENDS", backends)
+    inputs = _inputs(7, 40, dtype=torch.float16, device=device)
+    out = attend_prompt(**inputs, softmax_scale=SCALE)
+    torch.testing.assert_close(out.double(), _reference(**inputs)[0], atol=4e-3, rtol=0)
+    if device == "cpu" and backends == ("fused",):
+        return  # torch's backends that stand in for the kernel are a GPU's
+    kept = [attend_prompt(**inputs, softmax_scale=SCALE, dropout=0.5) for _ in range(2)]
+    assert not torch.equal(*kept)
+
+
 def test_a_prompt_has_a_gradient_by_every_way(device, monkeypatch):
     """The fused kernel has none, so torch attends where one is asked for."""
     monkeypatch.setattr("mla.prefill._CPU_BACKENDS", ("fused",))

@@ -9,7 +9,6 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
@@ -18,15 +17,11 @@ import torch
 from mla.measure import records, selection
 from mla.measure.cases import Case
 from mla.measure.gate import Verdict
-from mla.measure.implementations import IMPLEMENTATIONS
-from mla.measure.subprocesses import gate_in_process, time_in_process
+from mla.measure.gates import Progress, gate_group
+from mla.measure.subprocesses import time_in_process
 from mla.measure.worker import TIMERS
 from mla.schema import DECODE_COLUMNS
 
-# Gates that share the GPU: they check, they do not time.
-_GATE_JOBS = 8
-# Memory of a gate over that of its inputs: `absorbed` copies a ragged batch's contiguous cache and makes fp32 scores.
-_GATE_MEMORY = 4
 # What has a main function of its own, and what it does.
 _COMMANDS = {
     "tune": "sweeps configurations",
@@ -79,61 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check", action="store_true", help="only check; without a GPU on Triton's interpreter")
     return parser
-
-
-def _progress(total: int):
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm(total=total, file=sys.stderr, unit="case", dynamic_ncols=True)
-
-
-class Progress:
-    """A bar on stderr; where tqdm is not installed, a line a step."""
-
-    def __init__(self, total: int):
-        self._bar = _progress(total)
-
-    def step(self, text: str) -> None:
-        if self._bar is None:
-            print(text, file=sys.stderr, flush=True)
-            return
-        self._bar.set_postfix_str(text)
-        self._bar.update()
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
-def _gate_jobs(cases: list[Case], device: str) -> int:
-    """Gates at a time: fewer where their inputs are so large that they would crowd each other out of memory."""
-    if device == "cpu":
-        return _GATE_JOBS
-    memory = torch.cuda.get_device_properties(device).total_memory
-    return max(1, min(_GATE_JOBS, memory // (_GATE_MEMORY * max(case.input_bytes for case in cases))))
-
-
-def gate_group(
-    selected: dict[Case, list[str]], device: str, args: argparse.Namespace, progress: Progress
-) -> dict[tuple[str, Case], Verdict]:
-    """Check each case's implementations; those that need the GPU to themselves come last, one by one."""
-
-    def gate(name: str) -> list[tuple[tuple[str, Case], Verdict]]:
-        found = []
-        cases = [case for case, names in selected.items() if name in names]
-        for case, verdict in gate_in_process(name, cases, device=device, seed=args.seed, timeout_s=args.gate_timeout):
-            found.append(((name, case), verdict))
-            progress.step(f"check {name} {case.name}: {verdict.status[:60]}")
-        return found
-
-    names = [n for n in IMPLEMENTATIONS if any(n in chosen for chosen in selected.values())]
-    shared = [n for n in names if not IMPLEMENTATIONS[n].is_exclusive]
-    exclusive = [n for n in names if IMPLEMENTATIONS[n].is_exclusive]
-    with ThreadPoolExecutor(_gate_jobs(list(selected), device)) as pool:
-        results = list(pool.map(gate, shared))
-    return dict(itertools.chain(*results, *map(gate, exclusive)))
 
 
 def _row(case: Case, name: str, timer: str, verdict: Verdict, timing: dict[str, object], run_id: str) -> dict:
@@ -200,7 +140,9 @@ def run_benchmark(args: argparse.Namespace, command: list[str]) -> int:
         if time.monotonic() - begin > args.time_budget:
             print("time budget spent: run the same command again to go on", file=sys.stderr)
             break
-        verdicts = gate_group({case: _names(todo[case]) for case in group}, "cuda", args, progress)
+        verdicts = gate_group(
+            {case: _names(todo[case]) for case in group}, "cuda", args.seed, args.gate_timeout, progress
+        )
         for case in group:
             contestants = [n for n in _names(todo[case]) if verdicts[n, case].passed]
             timings = time_in_process(case, contestants, timers=args.timer, seed=args.seed, timeout_s=args.time_timeout)
@@ -231,7 +173,7 @@ def run_check(args: argparse.Namespace) -> int:
     has_gpu = torch.cuda.is_available()
     selected = selection.select(args, has_gpu)
     progress = Progress(sum(map(len, selected.values())))
-    verdicts = gate_group(selected, "cuda" if has_gpu else "cpu", args, progress)
+    verdicts = gate_group(selected, "cuda" if has_gpu else "cpu", args.seed, args.gate_timeout, progress)
     progress.close()
     for (name, case), verdict in verdicts.items():
         error = "" if verdict.rel_err is None else f"  relative error {verdict.rel_err:.2e}"

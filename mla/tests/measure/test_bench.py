@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from mla.measure import bench, records, subprocesses
+from mla.measure import bench, gates, records, subprocesses
 from mla.measure.cases import Case
 from mla.measure.gate import Verdict
 from mla.measure.provenance import gpu_name, source_digest
@@ -105,7 +105,7 @@ def test_a_second_run_skips_what_is_done(monkeypatch, tmp_path):
     """Gate and timing replaced: what is asked for, what is written, and that failures are kept."""
     asked = []
 
-    def gate(selected, device, args, progress):
+    def gate(selected, device, seed, timeout_s, progress):
         pairs = [(n, c) for c, names in selected.items() for n in names]
         asked.extend((n, c.name) for n, c in pairs)
         failed = Verdict(0.5, False, "failed: relative error")
@@ -249,9 +249,9 @@ def test_large_inputs_are_checked_by_fewer_gates_at_a_time(monkeypatch):
         total_memory = 150e9
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
-    assert bench._gate_jobs([Case(8, 1024)], "cuda") == bench._GATE_JOBS
-    assert bench._gate_jobs([Case(8, 1024), Case(128, 131072, lengths="one-long")], "cuda") == 1
-    assert bench._gate_jobs([Case(128, 131072)], "cpu") == bench._GATE_JOBS
+    assert gates._gate_jobs([Case(8, 1024)], "cuda") == gates._GATE_JOBS
+    assert gates._gate_jobs([Case(8, 1024), Case(128, 131072, lengths="one-long")], "cuda") == 1
+    assert gates._gate_jobs([Case(128, 131072)], "cpu") == gates._GATE_JOBS
 
 
 def test_a_failure_in_timing_overrides_the_gates_verdict():

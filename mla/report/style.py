@@ -5,9 +5,11 @@ from functools import wraps
 from pathlib import Path
 from typing import NamedTuple
 
+import matplotlib as mpl
 import matplotlib.pyplot as plt
 import pandas as pd
 import seaborn as sns
+from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -109,6 +111,18 @@ ALT = {
         "the range projected to an H100, a dotted line the source's figure; the ranges are written beside the bars."
     ),
 }
+
+
+def use_bundled_font() -> None:
+    """Take DejaVu Sans from matplotlib itself: a system that has the font too has another version of it."""
+    manager = font_manager.fontManager
+    manager.ttflist = [entry for entry in manager.ttflist if entry.name != "DejaVu Sans"]
+    folder = Path(mpl.get_data_path(), "fonts", "ttf")
+    for path in sorted([folder / "DejaVuSans.ttf", *folder.glob("DejaVuSans-*.ttf")]):
+        manager.addfont(path)
+
+
+use_bundled_font()
 
 
 def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:

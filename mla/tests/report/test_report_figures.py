@@ -1,10 +1,13 @@
 """The figures: what is drawn is what was measured, and what was not is said."""
 
+from pathlib import Path
+
 import matplotlib as mpl
 import numpy as np
 import pytest
+from matplotlib import font_manager
 
-from mla.report import data, figures
+from mla.report import data, figures, style
 from mla.report.__main__ import draw
 from mla.report.compare import SHAPES
 from mla.report.roofline_figure import h100_ridge
@@ -30,6 +33,17 @@ def test_every_implementation_has_a_look_of_its_own():
     assert sorted(LOOKS) == sorted(IMPLEMENTATIONS)
     assert len({look.label for look in LOOKS.values()}) == len(LOOKS)
     assert len({look[1:] for look in LOOKS.values()}) == len(LOOKS)
+
+
+def test_the_font_is_matplotlibs_own(monkeypatch):
+    """Also where the system has it: another version numbers its glyphs otherwise, and every SVG would differ."""
+    manager = font_manager.fontManager
+    (own,) = {e.fname for e in manager.ttflist if (e.name, e.style, e.weight) == ("DejaVu Sans", "normal", 400)}
+    installed = font_manager.FontEntry("system/DejaVuSans.ttf", name="DejaVu Sans", weight=400, size="scalable")
+    monkeypatch.setattr(manager, "ttflist", [installed, *manager.ttflist])
+    style.use_bundled_font()
+    assert manager.findfont("DejaVu Sans") == own
+    assert Path(own).is_relative_to(mpl.get_data_path())
 
 
 def test_every_figure_has_an_alt_text_and_leaves_the_style_alone(folder, published):

@@ -71,6 +71,20 @@ def _references(problem: Problem, rounds_scores: bool, is_per_head: bool):
     return (project_values(latent, p.w_uv.to(wider)), lse), rounded
 
 
+def _rounding_of_logits(p: Problem) -> torch.Tensor:
+    """fp32 rounding of a row's logits (batch_size, num_heads): of the sum of their terms' sizes, the largest token's.
+
+    It is the terms that are rounded as they are added up; a logit may be far smaller than they are. In case 733 of
+    the campaign an H200's tensor cores are wrong by 0.51 of it, in torch's product of the same rows as in the kernels.
+    """
+    sizes = p.q_absorbed.new_zeros(p.q_absorbed.shape[:2], dtype=torch.float32)
+    for b, length in enumerate(p.seq_lens.tolist()):
+        if length > 0:
+            terms = p.q_absorbed[b].float().abs() @ p.kv[b, :length].float().abs().T
+            sizes[b] = terms.amax(dim=1)
+    return torch.finfo(torch.float32).eps * abs(p.softmax_scale) * sizes
+
+
 def check_result(
     out: torch.Tensor, lse: torch.Tensor | None, problem: Problem, *, rounds_scores: bool, is_per_head: bool
 ) -> Verdict:
@@ -78,8 +92,8 @@ def check_result(
 
     The bound on out is twice the error of plain torch in the problem's dtype (fp32 arithmetic with probabilities and
     output, and scores where `rounds_scores`, rounded to it), plus twice the fp32 rounding of the largest logit; both
-    are the largest of a row. lse must be within 1e-4 of the reference, relative above 1, plus twice what rounding the
-    scores does to it.
+    are the largest of a row. lse must be within 1e-4 of the reference, relative above 1, plus the fp32 rounding
+    of its row's logits and twice what rounding the scores does to it.
 
     Args:
         out: (batch_size, num_heads, kv_lora_rank), or v_head_dim wide where is_per_head.
@@ -100,14 +114,22 @@ def check_result(
         is_empty = torch.isinf(expected_lse)
         if not torch.isinf(lse[is_empty]).all():
             return Verdict(error, False, "failed: lse of an empty request is not infinite", float("inf"))
-        x, y, r = (t[~is_empty].double() for t in (lse, expected_lse, rounded_lse))
-        scale = y.abs().clamp(min=1.0)
-        lse_error = ((x - y).abs() / scale).max().item() if len(x) else 0.0
-        lse_bound = LSE_TOLERANCE + (2 * ((r - y).abs() / scale).max().item() if rounds_scores and len(x) else 0.0)
-        over_bound = max(over_bound, _ratio(lse_error, lse_bound))
-        if not lse_error <= lse_bound:
-            status = f"failed: error of lse {lse_error:.2e} is above its bound {lse_bound:.2e}"
-            return Verdict(error, False, status, over_bound)
+        x, y, r, rounding = (
+            t[~is_empty].double() for t in (lse, expected_lse, rounded_lse, _rounding_of_logits(problem))
+        )
+        if len(x):
+            scale = y.abs().clamp(min=1.0)
+            bounds = LSE_TOLERANCE + rounding / scale
+            if rounds_scores:
+                bounds = bounds + 2 * ((r - y).abs() / scale).max()
+            errors = (x - y).abs() / scale
+            # NaN is the largest of all
+            worst = (errors / bounds).argmax()
+            lse_error, lse_bound = errors[worst].item(), bounds[worst].item()
+            over_bound = max(over_bound, _ratio(lse_error, lse_bound))
+            if not lse_error <= lse_bound:
+                status = f"failed: error of lse {lse_error:.2e} is above its bound {lse_bound:.2e}"
+                return Verdict(error, False, status, over_bound)
     return Verdict(error, True, "ok", over_bound)
 
 

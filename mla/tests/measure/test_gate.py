@@ -1,12 +1,15 @@
+import dataclasses
+
 import pytest
 import torch
 
 from mla import PRESETS
 from mla.kernels import portable
 from mla.measure.cases import CPU_CASES, draw_problems
-from mla.measure.gate import check_case, check_result, relative_error
+from mla.measure.gate import LSE_TOLERANCE, check_case, check_result, relative_error
 from mla.measure.implementations import IMPLEMENTATIONS, Implementation, Prepared, Refused, available
 from mla.problem import make_problem
+from mla.reference import absorbed_reference
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,27 @@ def test_planted_fault_fails(fault, solved):
     verdict = _verdict(*FAULTS[fault](out, lse), problem)
     assert not verdict.passed
     assert verdict.status.startswith("failed: ")
+
+
+def test_lse_is_allowed_the_rounding_of_its_terms():
+    """Where large terms cancel, a logit is as uncertain as they are, and no other row's is."""
+    p = make_problem(PRESETS["tiny"], [70, 70], page_size=16, dtype=torch.float16, logit_scale=60.0)
+    out, lse = absorbed_reference(
+        p.q_absorbed, p.kv, p.seq_lens, softmax_scale=p.softmax_scale, kv_lora_rank=p.config.kv_lora_rank,
+        compute_dtype=torch.float32,
+    )  # fmt: skip
+    assert _verdict(out, lse, p).passed
+    assert not _verdict(out, _changed(lse, (1, 2), lse[1, 2] * (1 + 3e-4)), p).passed
+    # one token whose terms are 2000 and whose logit is 0
+    q, kv = torch.zeros_like(p.q_absorbed), torch.zeros_like(p.kv)
+    q[:, :, :2] = torch.tensor([40.0, -40.0])
+    kv[0, :1, :2] = 50.0 / p.softmax_scale / 2
+    one = dataclasses.replace(p, q_absorbed=q, kv=kv, seq_lens=torch.ones_like(p.seq_lens))
+    values, zero = kv[:, :1, : p.config.kv_lora_rank].expand(-1, q.shape[1], -1), torch.zeros(q.shape[:2])
+    rounding = torch.finfo(torch.float32).eps * 40.0 * 50.0
+    assert _verdict(values, _changed(zero, (0,), LSE_TOLERANCE + 0.9 * rounding), one).passed
+    assert not _verdict(values, _changed(zero, (0,), LSE_TOLERANCE + 1.1 * rounding), one).passed
+    assert not _verdict(values, _changed(zero, (1,), 1.1 * LSE_TOLERANCE), one).passed
 
 
 def test_relative_error_takes_the_worst_row():

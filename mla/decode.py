@@ -3,7 +3,7 @@
 import warnings
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -150,10 +150,23 @@ def mla_decode(
     )  # fmt: skip
 
 
-# What calls that are alike share: None, or the Hopper kernel's launch. A call's key says all that the checks look at.
-_routes: dict[tuple, Any] = {}
+class _Route(NamedTuple):
+    """What calls that are alike share.
+
+    Args:
+        launch: the Hopper kernel's; None where the portable one runs.
+        out_like, lse_like: views of one value; the host makes a result like them in half the time that it takes from
+            sizes and dtype.
+    """
+
+    launch: Any
+    out_like: torch.Tensor
+    lse_like: torch.Tensor
+
+
+# A call's key says all that the checks look at.
+_routes: dict[tuple, _Route] = {}
 _MAX_ROUTES = 1024
-_UNKNOWN = object()
 
 
 def _decode(
@@ -177,8 +190,8 @@ def _decode(
         q.requires_grad or kv_cache.requires_grad or (out is not None and out.requires_grad),
         torch.is_grad_enabled(), type(plan),
     )  # fmt: skip
-    launch = _routes.get(key, _UNKNOWN)
-    if launch is _UNKNOWN:
+    route = _routes.get(key)
+    if route is None:
         check_call(q, kv_cache, block_table, seq_lens, kv_lora_rank, num_splits, out)
         if plan is not None and not isinstance(plan, DecodePlan):
             raise TypeError(f"plan: expected a DecodePlan from mla.plan_decode, got {type(plan).__name__}")
@@ -186,14 +199,14 @@ def _decode(
         check_contents(kv_cache, block_table, seq_lens)
     if plan is not None and plan.batch_invariant != batch_invariant:
         _refuse_other_division(plan)
-    batch_size, num_heads, _ = q.shape
-    if out is None:
-        out = q.new_empty((batch_size, num_heads, kv_lora_rank))
-    lse = q.new_empty((batch_size, num_heads), dtype=torch.float32)
-    if launch is _UNKNOWN:
+    if route is None:
         if len(_routes) >= _MAX_ROUTES:
             _routes.clear()
-        launch = _routes[key] = _hopper_launch(q, kv_cache, block_table, out) if num_splits is None else None
+        route = _routes[key] = _find_route(q, kv_cache, block_table, kv_lora_rank, num_splits, out)
+    launch, out_like, lse_like = route
+    if out is None:
+        out = torch.empty_like(out_like)
+    lse = torch.empty_like(lse_like)
     with device_guard(q.device):
         if launch is not None and launch.takes(q, kv_cache, out, softmax_scale):
             hopper_plan = (plan or plan_decode(seq_lens, q.shape[1], batch_invariant=batch_invariant)).hopper
@@ -235,11 +248,16 @@ def _hopper_launcher():
     return hopper_launch
 
 
-def _hopper_launch(q, kv_cache, block_table, out):
-    launcher = _hopper_launcher()
-    if launcher is None or not launcher.hopper_fits(q, kv_cache, block_table, out):
-        return None
-    return launcher.HopperLaunch(q, kv_cache, block_table, out)
+def _find_route(q, kv_cache, block_table, kv_lora_rank, num_splits, out) -> _Route:
+    batch_size, num_heads, _ = q.shape
+    out_like = q.new_empty(1).expand(batch_size, num_heads, kv_lora_rank)
+    lse_like = q.new_empty(1, dtype=torch.float32).expand(batch_size, num_heads)
+    launch, launcher = None, _hopper_launcher() if num_splits is None else None
+    if launcher is not None:
+        out = torch.empty_like(out_like) if out is None else out
+        if launcher.hopper_fits(q, kv_cache, block_table, out):
+            launch = launcher.HopperLaunch(q, kv_cache, block_table, out)
+    return _Route(launch, out_like, lse_like)
 
 
 @torch.library.custom_op("mla::decode", mutates_args=())

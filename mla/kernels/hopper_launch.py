@@ -27,11 +27,7 @@ _MAX_MAPS = 4096
 
 def can_plan(seq_lens: torch.Tensor) -> bool:
     """Whether this kernel's plan can be made for a batch."""
-    return (
-        seq_lens.is_cuda
-        and torch.cuda.get_device_capability(seq_lens.device) == (9, 0)
-        and 1 <= len(seq_lens) <= MAX_BATCH_SIZE
-    )
+    return seq_lens.is_cuda and device_facts(seq_lens.device).is_hopper and 1 <= len(seq_lens) <= MAX_BATCH_SIZE
 
 
 def hopper_fits(q: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, out: torch.Tensor) -> bool:
@@ -45,7 +41,7 @@ def hopper_fits(q: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tens
     page_size = kv_cache.shape[1]
     return (
         q.is_cuda
-        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        and device_facts(q.device).is_hopper
         and q.element_size() == 2
         and q.shape[2] == RANK + ROPE
         and out.shape[2] == RANK

@@ -14,16 +14,18 @@ class Device(NamedTuple):
         num_sms: streaming multiprocessors.
         shared_bytes: shared memory that a program can have.
         has_tma: whether tiles can be loaded by TMA (Hopper and newer).
+        is_hopper: whether its compute capability is 9.0.
     """
 
     num_sms: int
     shared_bytes: int
     has_tma: bool
+    is_hopper: bool = False
 
 
 _NO_GUARD = nullcontext()
 # What a machine without a GPU pretends to be, so that the same configurations run on its interpreter.
-_H200 = Device(num_sms=132, shared_bytes=232_448, has_tma=True)
+_H200 = Device(num_sms=132, shared_bytes=232_448, has_tma=True, is_hopper=True)
 
 
 @lru_cache
@@ -32,7 +34,11 @@ def device_facts(device: torch.device) -> Device:
     if device.type != "cuda":
         return _H200
     properties = torch.cuda.get_device_properties(device)
-    return Device(properties.multi_processor_count, properties.shared_memory_per_block_optin, properties.major >= 9)
+    capability = (properties.major, properties.minor)
+    return Device(
+        properties.multi_processor_count, properties.shared_memory_per_block_optin, capability >= (9, 0),
+        capability == (9, 0),
+    )  # fmt: skip
 
 
 def device_guard(device: torch.device):

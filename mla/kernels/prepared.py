@@ -29,8 +29,12 @@ class PreparedLaunch:
 
     def __init__(self, compiled, grid: tuple[int, int], constants: tuple, device: int):
         launcher = compiled.run
-        # the compiled launcher, which Triton wraps to turn descriptors into tensor maps
-        (self._launch,) = (c.cell_contents for c in launcher.launch.__closure__ if hasattr(c.cell_contents, "__self__"))
+        self._launch = launcher.launch
+        if compiled.metadata.tensordesc_meta:
+            # the compiled launcher is inside a function of Triton's that turns descriptors into tensor maps
+            (self._launch,) = (
+                c.cell_contents for c in self._launch.__closure__ if hasattr(c.cell_contents, "__self__")
+            )
         self._before_stream = (*grid, 1)
         self._after_stream = (
             compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None,

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from mla.kernels.prepared import PreparedLaunch, can_prepare
+
 # Integers of a part and of a request, in the order in which they stand in memory. A part's first run begins at
 # first_tile of request, with tokens in it; the part ends before end_tile of end_request, or before end_request where
 # end_tile is 0. A request's runs are in the parts first_part to last_part, those without runs left out.
@@ -31,6 +33,10 @@ _MERGE_COST = tl.constexpr(4)
 # Runs shorter than this are not worth their start: the cut moves to the request's edge.
 _SHORTEST_RUN = tl.constexpr(2)
 WHOLE, EQUAL_RUNS, EVEN_SHARES = (tl.constexpr(i) for i in range(3))
+
+
+# by the GPU, the grid and the kernel's constants
+_prepared: dict[tuple, PreparedLaunch] = {}
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,10 @@ def _cut(i, edges, costs, tiles, index, batch_size, num_parts, total, runs_a_req
     return request, tile
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["batch_size", "num_parts", "head_blocks"],
+    do_not_specialize_on_alignment=["seq_lens_ptr", "parts_ptr", "requests_ptr"],
+)
 def _work_plan_kernel(
     seq_lens_ptr, parts_ptr, requests_ptr,
     batch_size, num_parts, head_blocks,
@@ -191,13 +200,19 @@ def make_work_plan(seq_lens: torch.Tensor, num_parts: int, head_blocks: int, *, 
     Returns:
         A WorkPlan on seq_lens' device.
     """
-    batch_size = len(seq_lens)
-    parts = seq_lens.new_empty(num_parts, PART_WIDTH.value)
-    requests = seq_lens.new_empty(batch_size, len(REQUEST_FIELDS) + head_blocks)
-    _work_plan_kernel[(num_parts,)](
-        seq_lens, parts, requests,
-        batch_size, num_parts, head_blocks,
-        BATCH=triton.next_power_of_2(batch_size), MODE=mode,
-        num_warps=4,
-    )  # fmt: skip
+    batch_size, device = len(seq_lens), seq_lens.device.index
+    parts = seq_lens.new_empty((num_parts, PART_WIDTH.value))
+    requests = seq_lens.new_empty((batch_size, len(REQUEST_FIELDS) + head_blocks))
+    constants = (triton.next_power_of_2(batch_size), mode)
+    launch = _prepared.get((device, num_parts, constants))
+    if launch is None:
+        compiled = _work_plan_kernel[(num_parts,)](
+            seq_lens, parts, requests, batch_size, num_parts, head_blocks, *constants, num_warps=4
+        )
+        # on the interpreter nothing is compiled
+        if compiled is not None and can_prepare():
+            _prepared[device, num_parts, constants] = PreparedLaunch(compiled, (num_parts, 1), constants, device)
+    else:
+        addresses = (seq_lens.data_ptr(), parts.data_ptr(), requests.data_ptr())
+        launch((), (*addresses, batch_size, num_parts, head_blocks))
     return WorkPlan(parts, requests)

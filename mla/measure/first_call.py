@@ -1,28 +1,36 @@
-"""`triton-mla-bench first-call`: what the first decode of a fresh process takes, compilation included.
+"""`triton-mla-bench first-call`: what the first decode of a fresh process takes, and what later ones cost the host.
 
 Each kernel is called twice over, in a process that finds an empty Triton cache and in the next one, which finds what
 the first left there. The clock runs from inputs on the GPU to the first result: compiling, the work plan, the call; the
 Hopper kernel's modules are imported within it. Importing the package, starting CUDA and drawing the data come before.
+
+The time on the host is that of eager calls one after another, which only enqueue: none waits for the GPU.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from mla.decode import mla_decode
 from mla.measure import provenance, records
 from mla.measure.cases import Case, draw_problems
 from mla.measure.implementations import IMPLEMENTATIONS
 
 CASE = Case(8, 1024)
 KERNELS = ("portable", "hopper")
+PEERS = ("flashmla",)
+# Calls timed together. The GPU's queue has room for all their launches, so that it never holds up the host.
+_STRETCH = 200
 
 
 def time_first_call(name: str) -> float:
@@ -62,6 +70,35 @@ def measure(names: list[str], repeats: int, timeout_s: float) -> dict[str, dict[
     return seconds
 
 
+def host_us(call: Callable[[], object], stretches: int = 30) -> float:
+    """Microseconds that the host takes for one call, without waiting for its result; median of stretches of calls."""
+    samples = []
+    for _ in range(stretches + 1):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(_STRETCH):
+            call()
+        samples.append((time.perf_counter() - begin) / _STRETCH)
+    torch.cuda.synchronize()
+    # the first one compiles
+    return statistics.median(samples[1:]) * 1e6
+
+
+def measure_host(names: list[str]) -> dict[str, float]:
+    """`host_us` by implementation; `hopper` makes a work plan at each call, `hopper_planned` is given one."""
+    problems = draw_problems(CASE, "cuda", seed=0, at_most=1)
+    calls = {name: IMPLEMENTATIONS[name].prepare(problems).calls[0] for name in names}
+    if "hopper" in calls:
+        p = problems[0]
+        arguments = (p.q_absorbed, p.kv_cache, p.block_table, p.seq_lens)
+        calls["hopper_planned"], calls["hopper"] = (
+            calls["hopper"],
+            lambda: mla_decode(*arguments, softmax_scale=p.softmax_scale, kv_lora_rank=p.config.kv_lora_rank),
+        )
+    with torch.inference_mode():
+        return {name: round(host_us(call), 2) for name, call in calls.items()}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="triton-mla-bench first-call", description=__doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="for a file named by GPU and date")
@@ -81,7 +118,9 @@ def main(argv: list[str]) -> int:
     if path.exists() and not args.again:
         print(f"{path} is there already; --again measures anew", file=sys.stderr)
         return 0
-    names = [name for name in KERNELS if IMPLEMENTATIONS[name].version() is not None]
+    names, peers = (
+        [name for name in all_names if IMPLEMENTATIONS[name].version() is not None] for all_names in (KERNELS, PEERS)
+    )
     record = {
         **provenance.machine(),
         "command": " ".join(["triton-mla-bench first-call", *argv]),
@@ -92,12 +131,14 @@ def main(argv: list[str]) -> int:
     }
     try:
         record["seconds"] = measure(names, args.repeats, args.timeout)
+        record["host_us"] = measure_host(names + peers)
     except ValueError as error:
         parser.error(str(error))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n")
     for name, states in record["seconds"].items():
         print(f"{name:10} {', '.join(f'{state}: {values} s' for state, values in states.items())}")
+    print(", ".join(f"{name} {value} us on the host" for name, value in record["host_us"].items()))
     return 0
 
 

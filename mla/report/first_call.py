@@ -1,4 +1,4 @@
-"""The sentence on the first call of a fresh process, from `first_call_<gpu>_<date>.json`."""
+"""The sentences on the first call of a fresh process and on later ones, from `first_call_<gpu>_<date>.json`."""
 
 import json
 import statistics
@@ -22,9 +22,15 @@ def first_call_sentence(directory: str | Path, gpu: str) -> str:
         f"({statistics.median(states['filled_cache']):.2f} s where Triton's cache is filled)"
         for name, states in record["seconds"].items()
     ]
+    host = ", ".join(f"`{name}` {us:.1f} us" for name, us in record.get("host_us", {}).items())
+    later = (
+        f" Later eager calls cost the host, without waiting for the GPU, {host}; `hopper` makes its work plan at each "
+        f"call, `hopper_planned` is given one."
+    )
     citable = "" if record.get("dirty") is False else ", not citable, made from uncommitted code"
     return (
         f"The first call of a fresh process, with an empty Triton cache, takes {', '.join(times)}: "
         f"{case['batch_size']} x {case['context_len'] // 1024}K, {case['num_heads']} heads, compilation and work plan "
         f"included ({record['gpu']}, {files[-1].stem[-10:]}{citable})."
+        f"{later if host else ''}"
     )

@@ -26,9 +26,11 @@ def _walk(lengths, plan):
     return runs
 
 
-def _check(lengths, num_parts):
+def _check(lengths, num_parts, seq_lens=None):
     """Returns tiles a part, counting a run's constant cost."""
-    plan = make_work_plan(torch.tensor(lengths, dtype=torch.int32, device=DEVICE), num_parts, head_blocks=3)
+    if seq_lens is None:
+        seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    plan = make_work_plan(seq_lens, num_parts, head_blocks=3)
     assert plan.requests.shape == (len(lengths), 2 + 3)
     assert not plan.requests[:, 2:].any()
     runs = _walk(lengths, plan)
@@ -108,3 +110,12 @@ def test_ragged_batches_are_shared_evenly(lengths):
     """The dearest part costs at most 10% more than the mean."""
     loads = _check(lengths, 66)
     assert max(loads) <= 1.10 * sum(loads) / len(loads)
+
+
+def test_later_plans_follow_size_and_address():
+    """On a GPU all but the first launch are prepared; what the kernel was compiled for must hold for them, too."""
+    lengths = [100, 3000, 0, 64, 700]
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    # the second begins at an address that is no multiple of 16
+    for part in (slice(0, 4), slice(1, 5), slice(0, 3), slice(0, 4)):
+        _check(lengths[part], 6, seq_lens[part])

@@ -44,6 +44,18 @@ def test_a_failed_process_says_why(monkeypatch):
         first_call.measure(["portable"], repeats=1, timeout_s=1)
 
 
+def test_the_first_stretch_is_left_out_of_the_time_on_the_host(monkeypatch):
+    """Calls of 2 us on a clock that only they move; the first one compiles for a second."""
+    clock, first = [0.0], [1.0]
+
+    def call():
+        clock[0] += 2e-6 + (first.pop() if first else 0)
+
+    monkeypatch.setattr(first_call.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(first_call.time, "perf_counter", lambda: clock[0])
+    assert first_call.host_us(call, stretches=3) == pytest.approx(2.0)
+
+
 def test_the_file_holds_provenance_and_is_not_measured_twice(monkeypatch, tmp_path, capsys):
     asked = []
 
@@ -52,6 +64,7 @@ def test_the_file_holds_provenance_and_is_not_measured_twice(monkeypatch, tmp_pa
         return {n: {"empty_cache": [4.0] * repeats, "filled_cache": [0.5] * repeats} for n in names}
 
     monkeypatch.setattr(first_call, "measure", measure)
+    monkeypatch.setattr(first_call, "measure_host", lambda names: dict.fromkeys(names, 20.0))
     monkeypatch.setattr(first_call.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(first_call.torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(records.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
@@ -64,6 +77,7 @@ def test_the_file_holds_provenance_and_is_not_measured_twice(monkeypatch, tmp_pa
     assert path.name == f"first_call_h200_{provenance.utc_now()[:10]}.json"
     record = json.loads(path.read_text())
     assert record["seconds"] == {"portable": {"empty_cache": [4.0] * 3, "filled_cache": [0.5] * 3}}
+    assert record["host_us"]["portable"] == 20.0
     assert record["gpu"] == "NVIDIA H200"
     assert record["case"]["batch_size"] == 8
     assert {"command", "commit", "dirty", "source_sha256", "date_utc", "clocks"} <= set(record)

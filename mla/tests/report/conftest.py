@@ -232,7 +232,8 @@ class DataFolder:
             "hopper": {"empty_cache": [9.0, 9.31, 9.4], "filled_cache": [0.7, 0.72, 0.8]},
         }
         case = {"batch_size": 8, "context_len": 1024, "num_heads": 128}
-        record = {"gpu": f"NVIDIA {gpu.upper()}", "dirty": dirty, "case": case, "seconds": seconds}
+        host = {"portable": 101.0, "hopper": 50.25, "hopper_planned": 20.0}
+        record = {"gpu": f"NVIDIA {gpu.upper()}", "dirty": dirty, "case": case, "seconds": seconds, "host_us": host}
         (self.path / f"first_call_{gpu}_{date}.json").write_text(json.dumps(record), encoding="utf-8")
 
     def load(self, **options) -> pd.DataFrame:

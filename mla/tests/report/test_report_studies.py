@@ -220,7 +220,8 @@ def test_first_call_sentence(folder):
     folder.write_first_call(date="2026-01-02", dirty=True)
     text = first_call_sentence(folder.path, "h200")
     assert "`portable` 4.2 s (0.52 s where Triton's cache is filled), `hopper` 9.3 s (0.72 s" in text
-    assert text.endswith("8 x 1K, 128 heads, compilation and work plan included (NVIDIA H200, 2026-01-03).")
+    assert "8 x 1K, 128 heads, compilation and work plan included (NVIDIA H200, 2026-01-03). Later" in text
+    assert "`portable` 101.0 us, `hopper` 50.2 us, `hopper_planned` 20.0 us;" in text
     assert first_call_sentence(folder.path, "h100") == ""
     folder.write_first_call(date="2026-01-04", dirty=True)
     assert "2026-01-04, not citable" in first_call_sentence(folder.path, "h200")

@@ -1,13 +1,15 @@
 """Attention of a prefill: causal, many tokens a request, keys and values of every head at hand.
 
 `mla_prefill` is this package's fused kernel, `sdpa_prefill` torch's scaled_dot_product_attention in the same shapes.
-Neither holds a matrix of queries by keys. `attend_prompt` takes what is faster.
+`attend_prompt` takes what is faster, by the rule in `prompt_backends`; on a GPU nothing that it takes holds a matrix of
+queries by keys.
 """
 
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mla.checks import check_prefill
@@ -19,10 +21,11 @@ SDPA_BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-# What computes a prompt on a GPU: ("fused",) for this package's kernel, or backends of
-# torch's. Not measured yet: `triton-mla-bench prefill` compares them.
-PROMPT_BACKENDS: tuple[str, ...] = ("flash", "efficient")
-_CPU_BACKENDS = ("flash", "math")
+# Whole prompts from here on go to cuDNN: of those measured on an H200 (figures/prefill.md), the lengths at which it is
+# ahead of the fused kernel by more than a tenth. At 4K the two are within a twentieth of each other, and the kernel is
+# taken: it needs no keys in one piece and no plan for each new length, which torch has cuDNN make and which is in no
+# measured time.
+CUDNN_FROM = 8192
 
 
 def mla_prefill(
@@ -87,7 +90,7 @@ def assemble(
 
     Args:
         for_flash: append zeros until queries, keys and values are of one width. Without them torch's flash backend
-            refuses; on a CPU the one that is left then makes a square matrix.
+            refuses; on a CPU the one that is left then makes a square matrix. `cudnn` and `efficient` need none.
 
     Returns:
         q, k, v; of the output the first v_head_dim channels count.
@@ -115,7 +118,8 @@ def sdpa_prefill(
         q: (batch_size, q_len, num_heads, width), from `assemble`.
         k, v: (batch_size, kv_len, num_heads, width).
         softmax_scale: factor on the scores.
-        backends: names in `SDPA_BACKENDS`; torch takes the one that it prefers among those that take the call.
+        backends: names in `SDPA_BACKENDS`; torch takes the one that it prefers among those that take the call. Where
+            it is "cudnn" and q_len < kv_len, torch writes the mask to memory.
         dropout: probability.
 
     Returns:
@@ -135,6 +139,41 @@ def sdpa_prefill(
     return out.transpose(1, 2)
 
 
+def prompt_backends(
+    q_len: int,
+    kv_len: int,
+    *,
+    widths: tuple[int, int],
+    dtype: torch.dtype,
+    capability: tuple[int, int] | None,
+    needs_torch: bool = False,
+) -> tuple[str, ...]:
+    """What attends a prompt: the rule of `attend_prompt`, from measurements on an H200 (`data/prefill_h200_*.csv`).
+
+    There, at DeepSeek's widths in bf16, the fused kernel is the fastest for prompts up to 2K and for chunks behind
+    cached tokens, where torch has a mask to make and to read; cuDNN for long whole prompts (`CUDNN_FROM`). fp16 is
+    taken to be like bf16. Other GPUs, widths and dtypes are not measured: torch attends.
+
+    Args:
+        q_len, kv_len: query tokens and keys of a request.
+        widths: of a head's query and key, and of its value.
+        dtype: of all inputs.
+        capability: of the GPU, (9, 0) for Hopper; None on a CPU.
+        needs_torch: a gradient or dropout is asked for, which the fused kernel does not have.
+
+    Returns:
+        "fused" or names in `SDPA_BACKENDS`. After "cudnn" comes what attends where cuDNN refuses; of "flash" and
+        "efficient", or on a CPU "math", torch takes the first that can.
+    """
+    if capability is None:
+        return ("flash", "math")
+    is_16_bit = dtype in (torch.bfloat16, torch.float16)
+    if needs_torch or capability != (9, 0) or widths != (192, 128) or not is_16_bit:
+        # without flash, which takes 16 bits only, no padding has to be made for it
+        return ("flash", "efficient") if is_16_bit else ("efficient",)
+    return ("cudnn", "fused") if q_len == kv_len >= CUDNN_FROM else ("fused",)
+
+
 def attend_prompt(
     q: torch.Tensor,
     k_nope: torch.Tensor,
@@ -144,7 +183,7 @@ def attend_prompt(
     softmax_scale: float,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Causal attention of a prompt, by what is faster (`PROMPT_BACKENDS`); the last query sees the last key.
+    """Causal attention of a prompt, by what is faster (`prompt_backends`); the last query sees the last key.
 
     Args:
         q, k_nope, k_pe, v, softmax_scale: as `mla_prefill` takes them.
@@ -153,15 +192,31 @@ def attend_prompt(
     Returns:
         (batch_size, q_len, num_heads, v_head_dim). It has a gradient where one is asked for: torch attends then, as it
         does where there is dropout.
+
+    Raises:
+        RuntimeError: torch attends and has no backend for the inputs, such as fp64 on a GPU.
     """
-    needs_torch = dropout > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_nope, k_pe, v)))
-    backends = PROMPT_BACKENDS if q.is_cuda else _CPU_BACKENDS
+    backends = prompt_backends(
+        q.shape[1],
+        k_nope.shape[1],
+        widths=(q.shape[-1], v.shape[-1]),
+        dtype=q.dtype,
+        capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+        needs_torch=dropout > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_nope, k_pe, v))),
+    )
+    if backends[0] == "cudnn":
+        backends = backends[:1] if _takes_cudnn(q, v) else backends[1:]
     if backends == ("fused",):
-        if not needs_torch:
-            return mla_prefill(q, k_nope, k_pe, v, softmax_scale=softmax_scale)[0]
-        backends = ("flash", "efficient")
+        return mla_prefill(q, k_nope, k_pe, v, softmax_scale=softmax_scale)[0]
     inputs = assemble(q, k_nope, k_pe, v, for_flash="flash" in backends)
     return sdpa_prefill(*inputs, softmax_scale=softmax_scale, backends=backends, dropout=dropout)[..., : v.shape[-1]]
+
+
+def _takes_cudnn(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether cuDNN is there, takes a whole prompt like this one, and is not switched off (torch.backends.cuda)."""
+    q, v = q.transpose(1, 2), v.transpose(1, 2)
+    # the keys are not put together yet; they will have the queries' shape
+    return can_use_cudnn_attention(SDPAParams(q, q, v, None, 0.0, True, False))
 
 
 def merge_attention(

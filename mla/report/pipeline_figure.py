@@ -3,7 +3,8 @@
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FormatStrFormatter
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import FormatStrFormatter, LogLocator
 
 from mla.report.compare import tokens_name
 from mla.report.pipeline import GIB, MODELS, by_context, leads, main_rows
@@ -40,6 +41,7 @@ def pipeline(frame: pd.DataFrame) -> Figure:
     figure, (left, right) = open_figure(9.6, 4.4, 1, 2)
     figure.subplots_adjust(left=0.06, right=0.845, top=0.92, bottom=0.2, wspace=0.58)
     left.set_yscale("log")
+    left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     left.yaxis.set_major_formatter(FormatStrFormatter("%g"))
     for axes, values, title in (
         (left, rows["latency_us_p50"] / 1e3, "time of a decode step, ms"),
@@ -133,19 +135,21 @@ def _draw_out_of_memory(axes: Axes, rows: pd.DataFrame) -> None:
 
 
 def _write_leads(axes: Axes, rows: pd.DataFrame) -> None:
-    """How many times as fast the patched model is, under its points: first over the library's own, then over MHA."""
-    ours = by_context(rows, "mla_patched")["latency_us_p50"] / 1e3
+    """How many times as fast the patched model is, under all points: first over the library's own, then over MHA."""
+    lowest = rows.groupby("context_len")["latency_us_p50"].min() / 1e3
     for step, model in enumerate(("mla_unpatched", "mha")):
         for context_len, lead in leads(rows, model).items():
             axes.annotate(
                 f"{lead:.1f}×",
-                (context_len, ours[context_len]),
+                (context_len, lowest[context_len]),
                 (0, -13 - 10 * step),
                 textcoords="offset points",
                 ha="center",
                 va="center",
                 fontsize=7.5,
                 color=MODEL_LOOKS[model].colour if model == "mla_unpatched" else GREY,
+                # grid lines stop short of the number
+                path_effects=[withStroke(linewidth=2.5, foreground="white")],
             )
 
 

@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from mla import PRESETS, CacheStep, MultiHeadLatentAttention, begin_step, mla_prefill
+from mla import PRESETS, CacheStep, MultiHeadLatentAttention, begin_step, mla_prefill, prefill
 from mla.cache import PagedCache
 from mla.measure.prefill_cases import Gate, PrefillCase, draw_inputs
+from mla.prefill import CUDNN_FROM
 
 pytestmark = pytest.mark.gpu
 LITE = PRESETS["deepseek-v2-lite"]
@@ -60,6 +61,30 @@ def test_kernel_at_real_widths(case):
         assert _error(lse, expected_lse) < 1e-3
         return
     verdict = Gate(case, inputs).check(*mla_prefill(*inputs, softmax_scale=case.config.softmax_scale))
+    assert verdict["passed"], verdict
+
+
+@pytest.mark.parametrize("has_cudnn", [True, False], ids=["cudnn", "no-cudnn"])
+@pytest.mark.parametrize("n", [CUDNN_FROM, CUDNN_FROM + 9], ids=lambda n: f"n{n}")
+def test_a_long_prompt_is_cudnns_where_it_can(n, has_cudnn, monkeypatch):
+    """Also at lengths that fill no tile; the fused kernel's where cuDNN is switched off."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("what attends on other GPUs than Hopper is torch's choice")
+    case, taken = PrefillCase(n, n, "deepseek-v2-lite"), []
+    for name in ("sdpa_prefill", "mla_prefill"):
+        function = getattr(prefill, name)
+        monkeypatch.setattr(
+            prefill, name, lambda *x, f=function, **o: taken.append(o.get("backends", ("fused",))) or f(*x, **o)
+        )
+    (inputs,) = draw_inputs(case, "cuda", seed=0, at_most=1)
+    was_on = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(has_cudnn)
+    try:
+        out = prefill.attend_prompt(*inputs, softmax_scale=case.config.softmax_scale)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_on)
+    assert taken == [("cudnn",) if has_cudnn else ("fused",)]
+    verdict = Gate(case, inputs).check(out, None)
     assert verdict["passed"], verdict
 
 

@@ -7,7 +7,7 @@ from mla import mla_prefill
 from mla.kernels import prefill as kernels
 from mla.kernels.launch import Device
 from mla.kernels.prefill import CONFIGS, SMALL_CONFIGS, PrefillConfig, fitting_configs
-from mla.prefill import assemble, attend_prompt, merge_attention, sdpa_prefill
+from mla.prefill import assemble, attend_prompt, merge_attention, prompt_backends, sdpa_prefill
 from mla.tests.conftest import dtype_id, kernel_dtypes
 
 SCALE = 0.2
@@ -146,12 +146,15 @@ def test_parts_merge_to_the_whole(device):
     assert torch.equal(merge_attention(*whole, *nothing)[0], whole[0])
 
 
+def _force(monkeypatch, backends):
+    monkeypatch.setattr("mla.prefill.prompt_backends", lambda *_, **__: backends)
+
+
 @pytest.mark.parametrize("widths", [(16, 16, 16), (16, 16, 48)], ids=str)
 @pytest.mark.parametrize("backends", [("flash", "math"), ("math",), ("fused",)], ids=str)
 def test_prompt_by_every_way(widths, backends, device, monkeypatch):
     """What `attend_prompt` may choose computes the same."""
-    for name in ("PROMPT_BACKENDS", "_CPU_BACKENDS"):
-        monkeypatch.setattr(f"mla.prefill.{name}", backends)
+    _force(monkeypatch, backends)
     inputs = _inputs(30, 30, widths=widths, dtype=torch.float16, device=device)
     out = attend_prompt(**inputs, softmax_scale=SCALE)
     torch.testing.assert_close(out.double(), _reference(**inputs)[0], atol=4e-3, rtol=0)
@@ -159,27 +162,125 @@ def test_prompt_by_every_way(widths, backends, device, monkeypatch):
 
 @pytest.mark.parametrize("backends", [("flash", "math"), ("fused",)], ids=str)
 def test_a_chunk_by_every_way(backends, device, monkeypatch):
-    """New tokens behind cached ones, which a patched model has; in training with dropout, which only torch has."""
-    monkeypatch.setattr("mla.prefill.PROMPT_BACKENDS", backends)
-    monkeypatch.setattr("mla.prefill._CPU_BACKENDS", backends)
+    """New tokens behind cached ones, which a patched model has."""
+    _force(monkeypatch, backends)
     inputs = _inputs(7, 40, dtype=torch.float16, device=device)
     out = attend_prompt(**inputs, softmax_scale=SCALE)
     torch.testing.assert_close(out.double(), _reference(**inputs)[0], atol=4e-3, rtol=0)
-    if device == "cpu" and backends == ("fused",):
-        return  # torch's backends that stand in for the kernel are a GPU's
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["takes-it", "refuses"])
+def test_the_kernel_attends_where_cudnn_refuses(is_there, device, monkeypatch):
+    """Keys are put together for cuDNN without padding, and not at all where it would refuse."""
+    _force(monkeypatch, ("cudnn", "fused"))
+    seen = []
+    monkeypatch.setattr("mla.prefill.can_use_cudnn_attention", lambda params: seen.append(params) or is_there)
+    monkeypatch.setattr("mla.prefill.SDPAParams", lambda *arguments: arguments)
+    monkeypatch.setattr("mla.prefill.mla_prefill", lambda *x, **options: ("fused",))
+    made = []
+    monkeypatch.setattr("mla.prefill.assemble", lambda *x, **o: made.append(o) or assemble(*x, **o))
+    monkeypatch.setattr("mla.prefill.sdpa_prefill", lambda q, k, v, **o: made.append((q, k, v, o)) or v)
+    inputs = _inputs(30, 30, widths=(16, 16, 16), dtype=torch.float16, device=device)
+    out = attend_prompt(**inputs, softmax_scale=SCALE)
+    q, k, v, mask, dropout, is_causal, _ = seen[0]
+    assert (q.shape, k.shape, v.shape) == ((2, 2, 30, 32), (2, 2, 30, 32), (2, 2, 30, 16))
+    assert (mask, dropout, is_causal) == (None, 0.0, True)
+    if not is_there:
+        assert (out, made) == ("fused", [])
+        return
+    assert made[0] == {"for_flash": False}
+    q, k, v, options = made[1]
+    assert (q.shape[-1], k.shape[-1], v.shape[-1]) == (32, 32, 16)
+    assert options["backends"] == ("cudnn",)
+
+
+RULE = dict(widths=(192, 128), dtype=torch.bfloat16, capability=(9, 0))
+FLASH, FP32 = ("flash", "efficient"), ("efficient",)
+
+
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "changes", "expected"),
+    [
+        (1024, 1024, {}, ("fused",)),
+        (4096, 4096, {}, ("fused",)),
+        (8192, 8192, {}, ("cudnn", "fused")),
+        (100_000, 100_000, {"dtype": torch.float16}, ("cudnn", "fused")),
+        (2048, 32768, {}, ("fused",)),
+        (16384, 32768, {}, ("fused",)),
+        (8192, 8192, {"needs_torch": True}, FLASH),
+        (1024, 1024, {"needs_torch": True}, FLASH),
+        (8192, 8192, {"dtype": torch.float32}, FP32),
+        (1024, 1024, {"dtype": torch.float32, "needs_torch": True}, FP32),
+        (8192, 8192, {"widths": (256, 256)}, FLASH),
+        (1024, 1024, {"capability": (8, 0)}, FLASH),
+        (8192, 8192, {"capability": (10, 0)}, FLASH),
+        (8192, 8192, {"capability": None}, ("flash", "math")),
+        (7, 40, {"capability": None, "dtype": torch.float64, "needs_torch": True}, ("flash", "math")),
+    ],
+)  # fmt: skip
+def test_what_attends_a_prompt(q_len, kv_len, changes, expected):
+    assert prompt_backends(q_len, kv_len, **(RULE | changes)) == expected
+
+
+@pytest.fixture
+def measured(request):
+    """The newest measurements of a prefill on an H200, of this repository."""
+    from mla.report import data
+
+    frame = data.load_study(request.config.rootpath / "data", "prefill")
+    assert frame is not None
+    return frame
+
+
+def test_what_attends_is_measured_to_be_fast(measured):
+    """In no measured case is the choice more than a twentieth behind the fastest."""
+    from mla.report.prefill import BACKENDS, prefill
+
+    table = prefill(measured)
+    assert len(table) >= 16
+    for (num_heads, _, q_len, context_len), times in table.iterrows():
+        chosen = prompt_backends(q_len, context_len, **RULE)[0]
+        time = times["fused" if chosen == "fused" else f"sdpa_{chosen}"]
+        assert time <= 1.05 * times[["fused", *BACKENDS]].min(), (num_heads, q_len, context_len)
+
+
+def test_the_configuration_is_measured_to_be_fast(measured):
+    """The one that an H200 takes is in no measured case more than a twentieth behind the fastest."""
+    from mla.measure.prefill import config_name
+
+    rows = measured[measured["usable"] & (measured["implementation"] == "fused")]
+    cases = rows.pivot_table("latency_us_p50", ["num_heads", "q_len", "context_len"], "config")
+    assert len(cases) >= 16
+    assert (cases[config_name(CONFIGS[0])] <= 1.05 * cases.min(axis=1)).all()
+
+
+def test_dropout_and_gradients_are_torchs(device):
+    """The fused kernel has neither."""
+    inputs = _inputs(7, 40, device=device)
     kept = [attend_prompt(**inputs, softmax_scale=SCALE, dropout=0.5) for _ in range(2)]
     assert not torch.equal(*kept)
-
-
-def test_a_prompt_has_a_gradient_by_every_way(device, monkeypatch):
-    """The fused kernel has none, so torch attends where one is asked for."""
-    monkeypatch.setattr("mla.prefill._CPU_BACKENDS", ("fused",))
-    monkeypatch.setattr("mla.prefill.PROMPT_BACKENDS", ("fused",))
-    if device == "cpu":
-        pytest.skip("torch's efficient backend, the fallback for fp32, is a GPU's")
     inputs = {name: x.requires_grad_() for name, x in _inputs(30, 30, device=device).items()}
     attend_prompt(**inputs, softmax_scale=SCALE).sum().backward()
     assert all(x.grad.isfinite().all() for x in inputs.values())
+
+
+def test_what_the_rule_is_told(device, monkeypatch):
+    """Lengths, widths, dtype and whether a gradient or dropout is asked for, read off the inputs."""
+    told = []
+    monkeypatch.setattr(
+        "mla.prefill.prompt_backends", lambda *lens, **facts: told.append((lens, facts)) or ("flash", "math")
+    )
+    inputs = _inputs(7, 40, widths=(16, 16, 48), device=device)
+    attend_prompt(**inputs, softmax_scale=SCALE)
+    attend_prompt(**inputs, softmax_scale=SCALE, dropout=0.5)
+    inputs["v"].requires_grad_()
+    attend_prompt(**inputs, softmax_scale=SCALE)
+    with torch.no_grad():
+        attend_prompt(**inputs, softmax_scale=SCALE)
+    assert [facts["needs_torch"] for _, facts in told] == [False, True, True, False]
+    assert [lens for lens, _ in told] == [(7, 40)] * 4
+    assert (told[0][1]["widths"], told[0][1]["dtype"]) == ((32, 48), torch.float32)
+    assert (told[0][1]["capability"] is None) == (device == "cpu")
 
 
 def test_torchs_attention_of_a_chunk(device):

@@ -123,3 +123,46 @@ def test_other_batches_and_compiled_rows_are_not_mixed_in(folder):
 def test_figure_of_failures_alone_is_drawn(folder):
     folder.add_pipeline(mla_patched=1, mla_unpatched=1, mha=1)
     figures.pipeline(folder.load_pipeline()).canvas.draw()
+
+
+def test_summary_has_a_line_a_context(folder):
+    folder.add_pipeline(mla_unpatched=65536)
+    table = pipeline.summary(pipeline.main_rows(folder.load_pipeline()))
+    assert list(table.index) == [2**k for k in range(10, 18)]
+    assert table.loc[8192, ("ms a step", "mla_patched")] == pytest.approx(1 + 8192 / 128e3)
+    assert table.loc[8192, ("times as fast as", "mha")] == pytest.approx(2.0)
+    assert table.loc[[65536, 131072], ("times as fast as", "mla_unpatched")].isna().all()
+    assert table.loc[8192, ("peak GiB", "mla_patched")] < table.loc[8192, ("peak GiB", "mha")]
+
+
+def test_a_lead_within_the_spread_is_not_clear(folder):
+    folder.add_pipeline(mla_unpatched=65536)
+    rows = pipeline.main_rows(folder.load_pipeline())
+    ours, theirs = rows["model"] == "mla_patched", rows["model"] == "mha"
+    rows.loc[ours, "latency_us_p80"] = 1.01 * rows.loc[ours, "latency_us_p50"]
+    rows.loc[theirs, "latency_us_p20"] = 0.99 * rows.loc[theirs, "latency_us_p50"]
+    assert pipeline.faster_from(rows, "mha") == 1024
+    at_8k = ours & (rows["context_len"] == 8192)
+    rows.loc[at_8k, "latency_us_p80"] = 2 * rows.loc[at_8k, "latency_us_p50"]
+    assert pipeline.faster_from(rows, "mha") == 16384
+    assert pipeline.lead_sentence(rows, "mha", "MHA") == (
+        "The patched model is 1.1 to 17.0 times as fast as MHA by the median, the most at 128K; from 16K on the "
+        "difference is beyond the spread of the steps."
+    )
+    rows.loc[ours, "latency_us_p80"] = 1e9
+    assert pipeline.faster_from(rows, "mha") is None
+    assert "at no context up to the longest" in pipeline.lead_sentence(rows, "mha", "MHA")
+    rows = rows[~theirs]
+    assert pipeline.faster_from(rows, "mha") is None
+    assert pipeline.lead_sentence(rows, "mha", "MHA").startswith("No context has a result")
+
+
+def test_numbers_stand_under_all_points(folder):
+    folder.add_pipeline()
+    for row in folder.pipeline:
+        if row["model"] == "mla_unpatched":
+            row["latency_us_p50"] = 500.0
+    left = figures.pipeline(folder.load_pipeline()).axes[0]
+    placed = [a.xy[1] for a in left.texts if a.get_text().endswith("×")]
+    assert len(placed) == 16
+    assert max(placed) == 0.5

@@ -86,6 +86,9 @@ def profile_step(step: str, calls: list[Callable[[], object]]) -> list[dict[str,
 def inductor_account() -> Iterator[dict[str, int]]:
     """Bytes that torch.compile's compiler says its kernels read and write, of what is compiled within.
 
+    Of a product's operands it counts too little where they are large: at most 1e9 numbers if the product is a
+    library's, at most as many as it has results if it is a generated one.
+
     Yields:
         `inductor_read_bytes` and `inductor_written_bytes`, filled while compiling; empty where nothing is compiled.
     """

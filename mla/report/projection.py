@@ -130,8 +130,8 @@ def projection_figure(frame: pd.DataFrame, intermediates: pd.DataFrame, publishe
     caption(
         figure,
         frame,
-        "bf16, 128 heads. Dots: measured here. Bars: a projection to an H100, not measured, from counted bytes and "
-        "FLOP and the\nratio of both data sheets' ceilings, from all of the added time for memory exposed to all "
+        "bf16, 128 heads. Dots: measured here. Bars: a projection to an H100, not measured, from counted bytes and\n"
+        "FLOP and the ratio of both data sheets' ceilings, from all of the added time for memory exposed to all "
         "hidden. Dotted: the source, on an H100",
     )
     return figure

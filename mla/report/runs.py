@@ -20,6 +20,13 @@ def ratios(frame: pd.DataFrame) -> pd.DataFrame:
     return us[OPPONENT] / us[KERNEL]
 
 
+def matmul_shares(frame: pd.DataFrame) -> pd.DataFrame:
+    """The kernel's share of the matmul rate measured in the same rounds; rows and columns as in `ratios`."""
+    rows = frame[frame["implementation"] == KERNEL]
+    share = rows["flops"] / rows["latency_us_p50"] / 1e6 / rows["matmul_tflops"]
+    return rows.assign(share=share).pivot_table("share", ["batch_size", "context_len"], "run")
+
+
 def runs_sentence(table: pd.DataFrame) -> str:
     """The least ratio and the geometric mean of each run, and the largest spread of a shape.
 
@@ -41,14 +48,15 @@ def runs_sentence(table: pd.DataFrame) -> str:
 
 
 def runs_markdown(frame: pd.DataFrame) -> str:
-    """`figures/runs.md`: the ratio at every shape in every run."""
-    table = ratios(frame)
+    """`figures/runs.md`: the ratio at every shape in every run, and the share of matmul."""
+    table, shares = ratios(frame), matmul_shares(frame)
     cells = [
         {
             "batch": str(batch_size),
             "context": tokens_name(context_len),
             **{f"run {run}": number(row[run], 3) for run in table.columns},
             "least": number(row.min(), 3),
+            "of matmul": _span(shares.loc[(batch_size, context_len)]),
         }
         for (batch_size, context_len), row in table.iterrows()
     ]
@@ -56,5 +64,11 @@ def runs_markdown(frame: pd.DataFrame) -> str:
     return (
         f"# Runs\n\n{frame['gpu'].iloc[0]}, {frame['date'].iloc[0]}, CUDA graph, cold L2, 128 heads, bf16. Made by "
         f"`make figures`. How many times as fast `{KERNEL}` is as {LOOKS[OPPONENT].label}, by the medians of runs in "
-        f"processes of their own. {citable}\n\n{runs_sentence(table)}\n\n{markdown(cells)}\n"
+        f"processes of their own. Of matmul: the share of `{KERNEL}` of the bf16 matmul rate of the same rounds, from "
+        f"the lowest run to the highest. {citable}\n\n{runs_sentence(table)}\n\n{markdown(cells)}\n"
     )
+
+
+def _span(shares: pd.Series) -> str:
+    low, high = (f"{share * 100:.0f}" for share in (shares.min(), shares.max()))
+    return f"{low} %" if low == high else f"{low} to {high} %"

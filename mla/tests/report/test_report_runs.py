@@ -16,7 +16,8 @@ def _row(run, shape, implementation, us):
     return dict.fromkeys(RUN_COLUMNS) | {
         "run": run, "implementation": implementation, "batch_size": shape[0], "context_len": shape[1],
         "lengths": "even", "num_heads": 128, "dtype": "bfloat16", "page_size": 64, "timer": "cuda_graph",
-        "l2_state": "cold", "latency_us_p50": us, "status": "failed: x" if us is None else "ok", "run_id": "r1",
+        "l2_state": "cold", "latency_us_p50": us, "flops": 6e10, "matmul_tflops": 800.0 if run == 1 else 750.0,
+        "status": "failed: x" if us is None else "ok", "run_id": "r1",
     }  # fmt: skip
 
 
@@ -48,5 +49,5 @@ def test_a_column_a_run(study):
 def test_the_file_is_written_where_it_was_measured(study, tmp_path):
     assert main(["--data", str(study.path), "--output", str(tmp_path / "figures")]) == 0
     rows = parse_markdown((tmp_path / "figures" / "runs.md").read_text()).set_index(["batch", "context"])
-    assert rows.loc[("64", "4K")].tolist() == ["1.010", "0.990", "0.990"]
-    assert rows.loc[("128", "32K")].tolist() == ["1.040", "-", "1.040"]
+    assert rows.loc[("64", "4K")].tolist() == ["1.010", "0.990", "0.990", "75 to 80 %"]
+    assert rows.loc[("128", "32K")].tolist() == ["1.040", "-", "1.040", "75 to 80 %"]

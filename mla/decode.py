@@ -1,8 +1,9 @@
 """`mla_decode`, the public entry: checks, then the kernel that suits the device."""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -155,13 +156,12 @@ class _Route(NamedTuple):
 
     Args:
         launch: the Hopper kernel's; None where the portable one runs.
-        out_like, lse_like: views of one value; the host makes a result like them in half the time that it takes from
-            sizes and dtype.
+        new_out, new_lse: make the results, in less time than new_empty takes on the host.
     """
 
     launch: Any
-    out_like: torch.Tensor
-    lse_like: torch.Tensor
+    new_out: Callable[[], torch.Tensor]
+    new_lse: Callable[[], torch.Tensor]
 
 
 # A call's key says all that the checks look at.
@@ -203,10 +203,10 @@ def _decode(
         if len(_routes) >= _MAX_ROUTES:
             _routes.clear()
         route = _routes[key] = _find_route(q, kv_cache, block_table, kv_lora_rank, num_splits, out)
-    launch, out_like, lse_like = route
+    launch, new_out, new_lse = route
     if out is None:
-        out = torch.empty_like(out_like)
-    lse = torch.empty_like(lse_like)
+        out = new_out()
+    lse = new_lse()
     with device_guard(q.device):
         if launch is not None and launch.takes(q, kv_cache, out, softmax_scale):
             hopper_plan = (plan or plan_decode(seq_lens, q.shape[1], batch_invariant=batch_invariant)).hopper
@@ -250,14 +250,15 @@ def _hopper_launcher():
 
 def _find_route(q, kv_cache, block_table, kv_lora_rank, num_splits, out) -> _Route:
     batch_size, num_heads, _ = q.shape
-    out_like = q.new_empty(1).expand(batch_size, num_heads, kv_lora_rank)
-    lse_like = q.new_empty(1, dtype=torch.float32).expand(batch_size, num_heads)
+    shape, strides = (batch_size, num_heads, kv_lora_rank), (num_heads * kv_lora_rank, kv_lora_rank, 1)
+    new_out = partial(torch.empty_strided, shape, strides, dtype=q.dtype, device=q.device)
+    new_lse = partial(torch.empty_strided, shape[:2], (num_heads, 1), dtype=torch.float32, device=q.device)
     launch, launcher = None, _hopper_launcher() if num_splits is None else None
     if launcher is not None:
-        out = torch.empty_like(out_like) if out is None else out
+        out = new_out() if out is None else out
         if launcher.hopper_fits(q, kv_cache, block_table, out):
             launch = launcher.HopperLaunch(q, kv_cache, block_table, out)
-    return _Route(launch, out_like, lse_like)
+    return _Route(launch, new_out, new_lse)
 
 
 @torch.library.custom_op("mla::decode", mutates_args=())

@@ -21,11 +21,10 @@ SDPA_BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-# Whole prompts from here on go to cuDNN: of those measured on an H200 (figures/prefill.md), the lengths at which it is
-# ahead of the fused kernel by more than a tenth. At 4K the two are within a twentieth of each other, and the kernel is
-# taken: it needs no keys in one piece and no plan for each new length, which torch has cuDNN make and which is in no
-# measured time.
-CUDNN_FROM = 8192
+# Whole prompts of this many scores (heads of all requests x queries x keys) or more go to cuDNN: 8K tokens with 128
+# heads, 24K with 16. It is ahead of the fused kernel from 8K tokens on, by a fifth at most, but torch has it make a
+# plan for each new length; only from here on the layers of a model gain more than that takes (figures/prefill.md).
+CUDNN_FROM = 2**33
 
 
 def mla_prefill(
@@ -143,6 +142,7 @@ def prompt_backends(
     q_len: int,
     kv_len: int,
     *,
+    heads: int,
     widths: tuple[int, int],
     dtype: torch.dtype,
     capability: tuple[int, int] | None,
@@ -151,11 +151,12 @@ def prompt_backends(
     """What attends a prompt: the rule of `attend_prompt`, from measurements on an H200 (`data/prefill_h200_*.csv`).
 
     There, at DeepSeek's widths in bf16, the fused kernel is the fastest for prompts up to 2K and for chunks behind
-    cached tokens, where torch has a mask to make and to read; cuDNN for long whole prompts (`CUDNN_FROM`). fp16 is
+    cached tokens, where torch has a mask to make and to read; cuDNN for large whole prompts (`CUDNN_FROM`). fp16 is
     taken to be like bf16. Other GPUs, widths and dtypes are not measured: torch attends.
 
     Args:
         q_len, kv_len: query tokens and keys of a request.
+        heads: of all requests together.
         widths: of a head's query and key, and of its value.
         dtype: of all inputs.
         capability: of the GPU, (9, 0) for Hopper; None on a CPU.
@@ -171,7 +172,7 @@ def prompt_backends(
     if needs_torch or capability != (9, 0) or widths != (192, 128) or not is_16_bit:
         # without flash, which takes 16 bits only, no padding has to be made for it
         return ("flash", "efficient") if is_16_bit else ("efficient",)
-    return ("cudnn", "fused") if q_len == kv_len >= CUDNN_FROM else ("fused",)
+    return ("cudnn", "fused") if q_len == kv_len and heads * q_len * kv_len >= CUDNN_FROM else ("fused",)
 
 
 def attend_prompt(
@@ -199,6 +200,7 @@ def attend_prompt(
     backends = prompt_backends(
         q.shape[1],
         k_nope.shape[1],
+        heads=q.shape[0] * q.shape[2],
         widths=(q.shape[-1], v.shape[-1]),
         dtype=q.dtype,
         capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,

@@ -1,5 +1,6 @@
 """What launchers share: facts about the device and the choice of the current one."""
 
+import threading
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import NamedTuple
@@ -24,6 +25,7 @@ class Device(NamedTuple):
 
 
 _NO_GUARD = nullcontext()
+_thread = threading.local()
 # What a machine without a GPU pretends to be, so that the same configurations run on its interpreter.
 _H200 = Device(num_sms=132, shared_bytes=232_448, has_tma=True, is_hopper=True)
 
@@ -43,7 +45,14 @@ def device_facts(device: torch.device) -> Device:
 
 def device_guard(device: torch.device):
     """Context in which `device` is the current one; Triton launches on the current device, not on the tensors'."""
-    # a CUDA tensor is there, so torch.cuda.current_device() would find CUDA initialised and ask this
-    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
+    if device.type != "cuda":
         return _NO_GUARD
-    return torch.cuda.device(device)
+    # a CUDA tensor is there, so torch.cuda.current_device() would find CUDA initialised and ask this
+    if device.index != torch._C._cuda_getDevice():
+        return torch.cuda.device(device)
+    if not hasattr(_thread, "has_context"):
+        # A new thread has no context until torch launches something there, and allocating from what torch has cached
+        # does not; Triton's tensor maps need one.
+        torch.cuda.set_device(device)
+        _thread.has_context = True
+    return _NO_GUARD

@@ -10,6 +10,7 @@ The time on the host is that of eager calls one after another, which only enqueu
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -70,18 +71,22 @@ def measure(names: list[str], repeats: int, timeout_s: float) -> dict[str, dict[
     return seconds
 
 
-def host_us(call: Callable[[], object], stretches: int = 30) -> float:
-    """Microseconds that the host takes for one call, without waiting for its result; median of stretches of calls."""
-    samples = []
-    for _ in range(stretches + 1):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(_STRETCH):
-            call()
-        samples.append((time.perf_counter() - begin) / _STRETCH)
+def host_us(calls: dict[str, Callable[[], object]], rounds: int = 30) -> dict[str, float]:
+    """Microseconds that the host takes for each call, without waiting for its result.
+
+    The median of stretches of calls; each round has one stretch of every call, in random order.
+    """
+    samples, order = {name: [] for name in calls}, random.Random(0)
+    for _ in range(rounds + 1):
+        for name in order.sample(list(calls), len(calls)):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(_STRETCH):
+                calls[name]()
+            samples[name].append((time.perf_counter() - begin) / _STRETCH)
     torch.cuda.synchronize()
-    # the first one compiles
-    return statistics.median(samples[1:]) * 1e6
+    # the first round compiles
+    return {name: round(statistics.median(values[1:]) * 1e6, 2) for name, values in samples.items()}
 
 
 def measure_host(names: list[str]) -> dict[str, float]:
@@ -96,7 +101,7 @@ def measure_host(names: list[str]) -> dict[str, float]:
             lambda: mla_decode(*arguments, softmax_scale=p.softmax_scale, kv_lora_rank=p.config.kv_lora_rank),
         )
     with torch.inference_mode():
-        return {name: round(host_us(call), 2) for name, call in calls.items()}
+        return host_us(calls)
 
 
 def _parser() -> argparse.ArgumentParser:

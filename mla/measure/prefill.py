@@ -2,7 +2,9 @@
 
 Whole prompts, and chunks against a cache that holds tokens already. A case's contestants are checked against an fp32
 reference and then timed in random order in the same rounds. Torch's attention takes keys in one piece, and its flash
-backend values as wide as keys: it is timed with putting them together, as a layer has to, and without.
+backend values as wide as keys: it is timed with putting them together, as a layer has to, and without. For whole
+prompts the first call at a length that the process has not had is timed once, by the clock: cuDNN makes a plan for
+each.
 """
 
 import argparse
@@ -10,7 +12,9 @@ import gc
 import random
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -22,6 +26,8 @@ from mla.prefill import SDPA_BACKENDS, assemble, mla_prefill, sdpa_prefill
 from mla.schema import PREFILL_COLUMNS
 
 Call = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
+# Tokens by which a prompt of a new length is longer than its case.
+_LONGER = 8
 
 
 def contestants(case: PrefillCase, sets: Sequence[Inputs]) -> Iterator[tuple[dict[str, object], list[Call]]]:
@@ -96,6 +102,39 @@ def measure_case(case: PrefillCase, seed: int) -> list[dict[str, object]]:
     return rows
 
 
+def measure_new_length(case: PrefillCase, seed: int) -> list[dict[str, object]]:
+    """What the first call takes at a new length, for the fused kernel and cuDNN; to be called after `measure_case`.
+
+    The kernels are compiled then, and what is new is the length, a few tokens longer than the case's; its results are
+    not checked again.
+    """
+    longer = replace(case, q_len=case.q_len + _LONGER, context_len=case.context_len + _LONGER)
+    (inputs,), scale = draw_inputs(longer, "cuda", seed, at_most=1), case.config.softmax_scale
+    calls = {
+        "fused": lambda: mla_prefill(*inputs, softmax_scale=scale),
+        "sdpa_cudnn": lambda: sdpa_prefill(
+            *assemble(*inputs, for_flash=False), softmax_scale=scale, backends=("cudnn",)
+        ),
+    }
+    rows = []
+    for name, call in calls.items():
+        row = {**case.to_columns(), "implementation": name, "assembly": "none" if name == "fused" else "timed"}
+        rows.append({**row, "timer": "new_length", "flops": longer.flops, "passed": False})
+        try:
+            rows[-1] |= {"latency_us_p50": round(_wall_us(call), 3), "repeats": 1, "passed": True, "status": "ok"}
+        except Exception as error:  # whatever a contestant does is its result, not our crash
+            rows[-1]["status"] = f"failed: {type(error).__name__}: {' '.join(str(error).split())[:120]}"
+    return rows
+
+
+def _wall_us(call: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) * 1e6
+
+
 def _print_rows(case: PrefillCase, rows: list[dict[str, object]]) -> None:
     for row in rows:
         label = f"{case.name:24} {row['implementation']:15} {row.get('config', ''):16} {row['assembly']:8}"
@@ -103,6 +142,9 @@ def _print_rows(case: PrefillCase, rows: list[dict[str, object]]) -> None:
             print(label, row["status"], flush=True)
             continue
         us = row["latency_us_p50"]
+        if row["timer"] == "new_length":
+            print(f"{label} {us / 1e3:9.3f} ms at a new length", flush=True)
+            continue
         tflops = row["flops"] / us / 1e6
         share = tflops / row["matmul_tflops"]
         print(f"{label} {us / 1e3:9.3f} ms  {tflops:6.1f} TFLOPS ({share:4.0%} of matmul)", flush=True)
@@ -127,6 +169,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             continue
         with torch.inference_mode():
             rows = measure_case(case, args.seed)
+            gc.collect()
+            torch.cuda.empty_cache()
+            if case.q_len == case.context_len:
+                rows += measure_new_length(case, args.seed)
         filled = [{**dict.fromkeys(PREFILL_COLUMNS), **row, "run_id": run_id} for row in rows]
         records.append_rows(path, PREFILL_COLUMNS, filled)
         _print_rows(case, rows)

@@ -18,9 +18,12 @@ def prefill(frame: pd.DataFrame) -> pd.DataFrame:
     Returns:
         Index `CASE`; `fused` and its `config`, the fastest that was right; each of `BACKENDS` with what it takes to put
         keys together and pad values, NaN where it gave no result; `best` (a backend's name), `ratio` (the best
-        backend's latency over the fused kernel's) and `tflops` and `share_of_matmul` of the fused kernel.
+        backend's latency over the fused kernel's) and `tflops` and `share_of_matmul` of the fused kernel; `fused_new`
+        and `sdpa_cudnn_new`, what the first call at a new length takes more, NaN where not measured.
     """
-    rows = frame[frame["usable"] & (frame["assembly"] != "untimed")]
+    measured = frame[frame["usable"] & (frame["assembly"] != "untimed")]
+    rows = measured[measured["timer"] == "cuda_graph"]
+    new = measured[measured["timer"] == "new_length"].pivot_table("latency_us_p50", CASE, "implementation")
     fastest = rows.loc[rows.groupby([*CASE, "implementation"])["latency_us_p50"].idxmin()]
     table = fastest.pivot_table("latency_us_p50", CASE, "implementation").reindex(columns=["fused", *BACKENDS])
     fused = fastest[fastest["implementation"] == "fused"].set_index(CASE)
@@ -33,6 +36,8 @@ def prefill(frame: pd.DataFrame) -> pd.DataFrame:
         tflops=tflops,
         share_of_matmul=tflops / fused["matmul_tflops"],
     )
+    for name in ("fused", "sdpa_cudnn"):
+        table[f"{name}_new"] = new.get(name, pd.Series(dtype=float)) - table[name]
     return table.sort_index(ascending=[False, True, True, True])
 
 
@@ -51,7 +56,14 @@ def prefill_sentence(table: pd.DataFrame) -> str:
         f"and ahead in {wins} of {len(ratio)} cases."
     )
     best = table.loc[ratio.index, "best"].value_counts()
-    return f"{stated} That backend is {', '.join(f'`{name}` in {count}' for name, count in best.items())}."
+    stated += f" That backend is {', '.join(f'`{name}` in {count}' for name, count in best.items())}."
+    fused, cudnn = (table[f"{name}_new"].dropna() / 1e3 for name in ("fused", "sdpa_cudnn"))
+    if not fused.empty and not cudnn.empty:
+        stated += (
+            f" The first call at a length that is new to the process takes {cudnn.min():.0f} to {cudnn.max():.0f} ms "
+            f"more by cuDNN, which makes a plan, and at most {fused.max():.1f} ms more by the fused kernel."
+        )
+    return stated
 
 
 def prefill_markdown(frame: pd.DataFrame) -> str:

@@ -42,7 +42,7 @@ ALLOWED = {
     "kernel": ["portable", "hopper"],
     "mode": ["whole", "equal_runs", "even_shares"],
     "prefetch": ["on", "off"],
-    "timer": ["cuda_graph", "eager"],
+    "timer": ["cuda_graph", "eager", "new_length"],
     "form": ["matmul", "sdpa"],
     "cache": ["contiguous", "gathered"],
     "precision": ["bf16", "fp32_scores", "tf32", "fp32"],

@@ -1,4 +1,4 @@
-"""Same input, same bits: beside other work on the GPU, on two streams and on two GPUs at once."""
+"""Same input, same bits: beside other work on the GPU, in other threads, on two streams and two GPUs at once."""
 
 import dataclasses
 import threading
@@ -64,6 +64,20 @@ def test_two_streams_at_once(kernel):
     torch.cuda.synchronize()
     for found, first in zip(results, expected, strict=True):
         _assert_repeats(found, first)
+
+
+def test_in_a_new_thread(kernel):
+    """It has no CUDA context until something makes one; other addresses, so that nothing is prepared already."""
+    p = _problem()
+    expected = decode(kernel, p)
+    copied = dataclasses.replace(p, kv_cache=p.kv_cache.clone())
+    torch.cuda.synchronize()
+    results = []
+    thread = threading.Thread(target=lambda: results.append(decode(kernel, copied)))
+    thread.start()
+    thread.join()
+    assert len(results) == 1, "the call in the thread raised"
+    assert_same_bits(results[0], expected)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -44,16 +44,17 @@ def test_a_failed_process_says_why(monkeypatch):
         first_call.measure(["portable"], repeats=1, timeout_s=1)
 
 
-def test_the_first_stretch_is_left_out_of_the_time_on_the_host(monkeypatch):
-    """Calls of 2 us on a clock that only they move; the first one compiles for a second."""
+def test_the_first_round_is_left_out_of_the_time_on_the_host(monkeypatch):
+    """Calls of 2 and 3 us on a clock that only they move; the first one compiles for a second."""
     clock, first = [0.0], [1.0]
 
-    def call():
-        clock[0] += 2e-6 + (first.pop() if first else 0)
+    def call(us):
+        clock[0] += us * 1e-6 + (first.pop() if first else 0)
 
     monkeypatch.setattr(first_call.torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(first_call.time, "perf_counter", lambda: clock[0])
-    assert first_call.host_us(call, stretches=3) == pytest.approx(2.0)
+    calls = {"fast": lambda: call(2), "slow": lambda: call(3)}
+    assert first_call.host_us(calls, rounds=3) == {"fast": 2.0, "slow": 3.0}
 
 
 def test_the_file_holds_provenance_and_is_not_measured_twice(monkeypatch, tmp_path, capsys):

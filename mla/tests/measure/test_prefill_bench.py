@@ -61,7 +61,9 @@ def test_cases_and_their_cost():
 @pytest.fixture
 def on_the_interpreter(monkeypatch):
     """A machine without a GPU plays one: the calls are made, their times are made up."""
-    monkeypatch.setattr(prefill, "draw_inputs", lambda case, device, seed: draw_inputs(case, "cpu", seed, at_most=1))
+    monkeypatch.setattr(
+        prefill, "draw_inputs", lambda case, device, seed, **_: draw_inputs(case, "cpu", seed, at_most=1)
+    )
     for name, value in {
         "is_available": True, "get_device_name": "NVIDIA H200", "reset_peak_memory_stats": None, "empty_cache": None,
         "memory_allocated": 0, "max_memory_allocated": 0, "mem_get_info": (1, 1), "graph_pool_handle": None,
@@ -86,6 +88,22 @@ def test_rows_of_a_case(on_the_interpreter):
     assert "latency_us_p50" not in rows["sdpa_cudnn", None, "timed"]
     assert ("sdpa_math", None, "untimed") not in rows
     assert all(set(row) <= set(PREFILL_COLUMNS) for row in rows.values())
+
+
+def test_a_new_length_is_timed_once(on_the_interpreter, monkeypatch):
+    """At a length that is none of the cases'."""
+    lengths = []
+    monkeypatch.setattr(prefill, "mla_prefill", lambda q, *_, **__: lengths.append(q.shape[1]))
+    monkeypatch.setattr(prefill, "_wall_us", lambda call: call() or 30.0)
+    fused, cudnn = prefill.measure_new_length(PROMPT, seed=0)
+    assert lengths == [48]
+    assert (fused["timer"], fused["latency_us_p50"], fused["context_len"], fused["passed"]) == (
+        "new_length", 30.0, 40, True,
+    )  # fmt: skip
+    # not on a CPU
+    assert cudnn["status"].startswith("failed: ")
+    assert "latency_us_p50" not in cudnn
+    assert set(fused) | set(cudnn) <= set(PREFILL_COLUMNS)
 
 
 def test_what_is_wrong_or_too_large_is_not_timed(on_the_interpreter, monkeypatch):

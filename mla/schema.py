@@ -10,7 +10,9 @@ CAMPAIGN_COLUMNS = [
     "kernels", "cases", "results", "failures", "worst_over_bound", "worst_seed", "first_seed", "seconds", "run_id",
 ]  # fmt: skip
 
-SANITIZER_COLUMNS = ["tool", "target", "is_planted", "errors", "verdict", "seconds", "run_id"]
+SANITIZER_COLUMNS = [
+    "tool", "tool_version", "target", "kind", "errors", "verdict", "where", "seconds", "run_id",
+]  # fmt: skip
 
 TUNE_COLUMNS = [
     "kernel", "batch_size", "context_len", "lengths", "num_heads", "dtype", "page_size", "block_h", "block_n",

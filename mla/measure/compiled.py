@@ -1,7 +1,7 @@
 """What the compiler makes of each kernel for sm_90, read without a GPU: `python -m mla.measure.compiled`.
 
 Prints a JSON list, one entry a kernel and configuration: registers a thread, spilled bytes, shared memory and counts of
-the instructions that matter (HGMMA: tensor cores of Hopper; UTMALDG: TMA loads).
+the instructions that matter (HGMMA: tensor cores of Hopper; UTMALDG and UTMASTG: TMA loads and stores).
 """
 
 import itertools
@@ -30,6 +30,7 @@ _TARGET = GPUTarget("cuda", 90, 32)
 _INSTRUCTIONS = {
     "HGMMA": r"\bHGMMA",
     "UTMALDG": r"\bUTMALDG",
+    "UTMASTG": r"\bUTMASTG",
     "LDGSTS": r"\bLDGSTS",
     "BAR": r"\bBAR\.",
     "USETMAXREG": r"USETMAXREG",

@@ -1,7 +1,19 @@
-"""`triton-mla-bench sanitize`: compute-sanitizer's four tools over each kernel, and over faults planted for each tool.
+"""`triton-mla-bench sanitize`: compute-sanitizer's tools over each kernel, over planted faults and over controls.
 
-A planted fault that a tool does not see is a blind spot: there, "clean" says nothing. torch's caching allocator is off,
-so that an allocation ends where it ends. Each call runs once without a tool, which fills Triton's cache, then under it.
+A planted fault that a tool does not see is a blind spot: there, "clean" says nothing. A control is a correct kernel
+with one mechanism of the Hopper kernel: a report on one is a false alarm of the tool, so that its errors in the Hopper
+kernel prove nothing. All are kept; a line for each tool says which of its verdicts cannot be trusted.
+
+Exit code: 1 where a tool finds errors in a kernel, unless it is the Hopper kernel and a control of the same tool gives
+a false alarm (memcheck and synccheck have no controls); 1 where a kernel or a control fails, without a tool or under
+one; else 0. A run that passes its limit (timeout) found nothing.
+
+torch's caching allocator is off, so that an allocation ends where it ends. Kernels and controls run once without a
+tool, which fills Triton's cache, then under it. What the tools know of TMA and mbarriers changes with their version, so
+that is kept: by NVIDIA's release notes, initcheck knows cp.async.bulk from 2025.4 on and memcheck TMA loads from 2026.2
+on; racecheck lost false alarms at mbarriers in 2025.4 and at the synchronisation of warpgroups in 2026.1.
+
+Reference: https://docs.nvidia.com/compute-sanitizer/ReleaseNotes/index.html.
 """
 
 import argparse
@@ -12,15 +24,19 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from mla.measure import records
+from mla.measure.sanitize_reports import describe_sites, find_sites, is_finding, judge, untrusted
 from mla.schema import SANITIZER_COLUMNS
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+# Errors that a tool prints: more than a small call has threads and loads, so that the place of each is known.
+_PRINT_LIMIT = 100_000
 
 
 def find_sanitizer() -> str:
@@ -55,60 +71,62 @@ def _run(command: list[str], limit_s: float) -> tuple[str | None, int]:
             return None, process.returncode
 
 
-def judge(output: str | None, returncode: int, is_planted: bool) -> tuple[int | None, str]:
-    """Errors that a tool counted, and the verdict.
-
-    Returns:
-        errors (None where there is no count) and "clean" or "errors" for a kernel, "seen" or "not seen" for a planted
-        fault, "timeout", or "failed: <reason>" where there is no count or the call itself failed.
-    """
-    if output is None:
-        return None, "timeout"
-    counts = [int(count) for count in re.findall(r"SUMMARY: (\d+) (?:error|hazard)", output)]
-    errors = max(counts, default=None)
-    if errors:
-        return errors, "seen" if is_planted else "errors"
-    if errors is None or returncode != 0:
-        lines = [line for line in output.splitlines() if line.strip(" =")]
-        last = [line for line in lines if not line.startswith("=")] or lines or ["no output"]
-        return errors, f"failed: {last[-1].strip()[:160]}"
-    return 0, "not seen" if is_planted else "clean"
+def find_version(sanitizer: str) -> str:
+    """Version of compute-sanitizer, such as 2025.3.0.0; "" where it does not say."""
+    output, _ = _run([sanitizer, "--version"], 60.0)
+    found = re.search(r"Version (\S+)", output or "")
+    return found[1] if found else ""
 
 
-def sanitize(sanitizer: str, tool: str, target: str, is_planted: bool, limit_s: float) -> dict[str, object]:
-    """One target under one tool; a row of the data file without its run_id."""
+def sanitize(sanitizer: str, tool: str, target: str, kind: str, limit_s: float) -> dict[str, object]:
+    """One target under one tool; a row of the data file without its version and run_id, and `sites` (`find_sites`)."""
     begin = time.monotonic()
     suite = [sys.executable, "-m", "mla.measure.sanitize_suite", target]
-    options = ["--tool", tool, "--target-processes", "application-only", "--print-limit", "5"]
-    errors, verdict = judge(*_run([sanitizer, *options, *suite], limit_s), is_planted)
+    options = ["--tool", tool, "--target-processes", "application-only", "--show-backtrace", "no"]
+    output, returncode = _run([sanitizer, *options, "--print-limit", str(_PRINT_LIMIT), *suite], limit_s)
+    errors, verdict = judge(output, returncode, kind)
+    sites = find_sites(output) if errors else Counter()
     return {
-        "tool": tool, "target": target, "is_planted": is_planted, "errors": errors, "verdict": verdict,
-        "seconds": round(time.monotonic() - begin, 1),
+        "tool": tool, "target": target, "kind": kind, "errors": errors, "verdict": verdict,
+        "where": describe_sites(sites), "seconds": round(time.monotonic() - begin, 1), "sites": sites,
     }  # fmt: skip
 
 
-def _fill_cache(targets: list[str], limit_s: float) -> None:
-    """Run kernels without a tool, so that none compiles under one; ValueError where one fails by itself."""
-    for target in targets:
-        output, returncode = _run([sys.executable, "-m", "mla.measure.sanitize_suite", target], limit_s)
-        if output is None or returncode != 0:
-            reason = f"nothing within {limit_s:.0f} s" if output is None else output.strip()[-300:]
-            raise ValueError(f"{target}: expected a call that passes without a tool, got {reason}")
+def _run_without_a_tool(target: str, limit_s: float) -> None:
+    """Run a target by itself, so that none compiles under a tool; ValueError where it fails."""
+    output, returncode = _run([sys.executable, "-m", "mla.measure.sanitize_suite", target], limit_s)
+    if output is None or returncode != 0:
+        reason = f"nothing within {limit_s:.0f} s" if output is None else output.strip()[-300:]
+        raise ValueError(f"{target}: expected a call that passes without a tool, got {reason}")
 
 
-def _plan(tools: list[str]) -> list[tuple[str, str, bool]]:
-    """(tool, target, is_planted) in order: every kernel under every tool, every fault under its own."""
+def _plan(tools: list[str]) -> list[tuple[str, str, str]]:
+    """(tool, target, kind) in order: every kernel under every tool, every fault and every control under its own."""
     # Gluon has no interpreter, so it is imported where there is a GPU
-    from mla.measure.sanitize_suite import KERNELS, PLANTED
+    from mla.measure.sanitize_suite import CONTROLS, KERNELS, PLANTED
 
     has_hopper = torch.cuda.get_device_capability() == (9, 0)
     kernels = [name for name in KERNELS if has_hopper or "hopper" not in name]
-    planted = [(tool, name, True) for name, (tool, _) in PLANTED.items() if tool in tools]
-    return [(tool, name, False) for tool in tools for name in kernels] + planted
+    planted = [(tool, name, "planted") for name, (tool, _) in PLANTED.items() if tool in tools]
+    controls = [(tool, name, "control") for name, (tool, _) in CONTROLS.items() if tool in tools and has_hopper]
+    return [(tool, name, "kernel") for tool in tools for name in kernels] + planted + controls
+
+
+def _print(rows: list[dict]) -> None:
+    """The table, under a row the places of its errors, at the end what cannot be trusted."""
+    for row in rows:
+        errors = f" ({row['errors']})" if row["errors"] else ""
+        print(f"{row['tool']:10} {row['kind']:8} {row['target']:42} {row['verdict']}{errors}")
+        for site, count in row["sites"].most_common():
+            print(f"           {count:8} x {site}")
+    for line in untrusted(rows):
+        print(line)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="triton-mla-bench sanitize", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="triton-mla-bench sanitize", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, metavar="PATH", help="a CSV file, or a folder; default: only print")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument(
@@ -119,31 +137,33 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run, print and keep the table; returns the exit code, 1 where a tool found something in a kernel or failed."""
+    """Run, print and keep the table; returns the exit code, for which see the module's docstring."""
     parser = _parser()
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("expected a CUDA GPU to run kernels on, found none")
-    try:
-        sanitizer = find_sanitizer()
-        path = run_id = None
-        if args.output:
-            path = records.output_path(args.output, "sanitizer")
-            records.check_columns(path, SANITIZER_COLUMNS)
-            run_id = records.start_run(path, ["sanitize", *argv], 0)
-        planned = _plan(args.tools)
-        _fill_cache(list(dict.fromkeys(target for _, target, is_planted in planned if not is_planted)), 2 * args.limit)
-    except ValueError as error:
-        parser.error(str(error))
     with ThreadPoolExecutor(args.jobs) as pool:
+        try:
+            sanitizer = find_sanitizer()
+            path = run_id = None
+            if args.output:
+                path = records.output_path(args.output, "sanitizer")
+                records.check_columns(path, SANITIZER_COLUMNS)
+                run_id = records.start_run(path, ["sanitize", *argv], 0)
+            planned = _plan(args.tools)
+            targets = dict.fromkeys(target for _, target, kind in planned if kind != "planted")
+            list(pool.map(lambda target: _run_without_a_tool(target, 2 * args.limit), targets))
+        except ValueError as error:
+            parser.error(str(error))
         rows = list(pool.map(lambda job: sanitize(sanitizer, *job, args.limit), planned))
-    for row in rows:
-        print(
-            f"{row['tool']:10} {row['target']:42} {row['verdict']}" + (f" ({row['errors']})" if row["errors"] else "")
-        )
+    version = find_version(sanitizer)
+    print(f"compute-sanitizer {version}")
+    _print(rows)
     if path:
-        records.append_rows(path, SANITIZER_COLUMNS, [{**row, "run_id": run_id} for row in rows])
-    return int(any(not row["is_planted"] and row["verdict"] not in ("clean", "timeout") for row in rows))
+        told = {"tool_version": version, "run_id": run_id}
+        kept = [{name: value for name, value in row.items() if name != "sites"} | told for row in rows]
+        records.append_rows(path, SANITIZER_COLUMNS, kept)
+    return int(any(is_finding(row, rows) for row in rows))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""What compute-sanitizer watches: small calls of each kernel, and faults planted to see what a tool can see.
+"""What compute-sanitizer watches: small calls of each kernel, faults planted to see what a tool can see, and controls.
 
-`python -m mla.measure.sanitize_suite NAME` runs one of them. Inputs are drawn on the CPU, so that nearly all that a
+`python -m mla.measure.sanitize_suite NAME` runs one of them. The controls are correct, so that a report on one is a
+false alarm (most are in `mla.measure.sanitize_controls`). Inputs are drawn on the CPU, so that nearly all that a
 tool looks at is the kernel. Where a fault is written in CUDA, Triton's compiler would have put the missing barrier in.
 """
 
@@ -18,9 +19,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mla.config import PRESETS
 from mla.decode import mla_decode
+from mla.measure import sanitize_controls
+from mla.measure.sanitize_controls import BOX, expect_equal
 from mla.problem import Problem, make_problem
-
-_BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 def _problem(lengths: list[int], page_size: int, num_heads: int = 4) -> Problem:
@@ -67,12 +68,18 @@ def _tma_copy_kernel(desc, out_ptr, WAITS: gl.constexpr):
         mbarrier.wait(barrier, 0)
 
 
-def _tma_copy(x: torch.Tensor, waits: bool) -> None:
+def _tma_copy(x: torch.Tensor, waits: bool) -> torch.Tensor:
     """Read 64 x 64 elements from x on, however many it has."""
     out = torch.zeros(64, 64, dtype=x.dtype, device="cuda")
-    desc = TensorDescriptor(x, shape=[64, 64], strides=[64, 1], block_shape=[64, 64], layout=_BOX)
+    desc = TensorDescriptor(x, shape=[64, 64], strides=[64, 1], block_shape=[64, 64], layout=BOX)
     _tma_copy_kernel[(1,)](desc, out, waits, num_warps=4)
     torch.cuda.synchronize()
+    return out
+
+
+def _tma_load() -> None:
+    x = torch.arange(64 * 64).bfloat16()
+    expect_equal(_tma_copy(x.cuda(), True), x.view(64, 64))
 
 
 @gluon.jit
@@ -114,14 +121,14 @@ def _bf16(count: int) -> torch.Tensor:
 
 
 # Name -> call. A request of 0 tokens, a partial page, a whole tile.
-KERNELS: dict[str, Callable[[], None]] = {
+KERNELS: dict[str, Callable[[], object]] = {
     "portable": lambda: _decode([70, 0, 64], 64, num_splits=1),
     "portable, small pages, and its merge": lambda: _decode([70, 0, 16], 16, num_splits=2),
     "hopper": lambda: _decode([70, 0, 64], 64, batch_invariant=True),
     "hopper, divided and merged": lambda: _decode([700], 64, num_heads=66),
 }
 # Name -> (the tool that is to see it, call).
-PLANTED: dict[str, tuple[str, Callable[[], None]]] = {
+PLANTED: dict[str, tuple[str, Callable[[], object]]] = {
     "load past the end": ("memcheck", lambda: _copy(torch.zeros(16).cuda(), 64)),
     "TMA load past the end": ("memcheck", lambda: _tma_copy(_bf16(32 * 64), True)),
     "load of what was never written": ("initcheck", lambda: _copy(torch.empty(64, device="cuda"), 64)),
@@ -131,11 +138,18 @@ PLANTED: dict[str, tuple[str, Callable[[], None]]] = {
     ),
     "shared memory without a barrier (CUDA)": ("racecheck", lambda: _cuda(_RACE, "race")),
     "tile read before its mbarrier": ("racecheck", lambda: _tma_copy(_bf16(64 * 64), False)),
+    "tile read before it is handed over": ("racecheck", lambda: sanitize_controls.hand_over(False)),
     "barrier in a divergent branch (CUDA)": ("synccheck", lambda: _cuda(_DIVERGENT, "divergent")),
     "mbarrier that was never initialised": ("synccheck", _arrive),
 }
+# Name -> (the tool that is to be silent, call).
+CONTROLS: dict[str, tuple[str, Callable[[], object]]] = {
+    **sanitize_controls.CONTROLS,
+    "TMA load, read behind its mbarrier": ("racecheck", _tma_load),
+}
+_ALL = KERNELS | {name: call for name, (_, call) in (PLANTED | CONTROLS).items()}
 
 
 if __name__ == "__main__":
     (name,) = sys.argv[1:]
-    (KERNELS[name] if name in KERNELS else PLANTED[name][1])()
+    _ALL[name]()

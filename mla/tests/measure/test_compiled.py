@@ -53,7 +53,7 @@ def test_descriptors_become_tma_loads(report):
 @pytest.mark.slow
 def test_the_prefill_kernel_uses_wgmma_and_does_not_spill(report):
     variants = [entry for entry in report if entry["kernel"] == "prefill"]
-    assert len(variants) >= 3
+    assert len(variants) >= 2
     for entry in variants:
         # 128 + 64 channels of scores and a tile of values, each for whole tiles and for the diagonal
         assert entry["HGMMA"] > 0, entry

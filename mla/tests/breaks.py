@@ -167,7 +167,7 @@ HOST = {
         "checks.py",
         "* page_size < lengths[:, None]",
         "* page_size <= lengths[:, None]",
-        ("test_validate.py::test_validate_agrees_with_the_rule",),
+        ("test_validate.py::test_validate_names_the_request", "test_validate.py::test_validate_agrees_with_the_rule"),
     ),
     "a plan of another division": Break(
         "decode.py",
@@ -198,7 +198,10 @@ MODELS = {
         (f"{_PLAN}::test_small_batches", f"{_PLAN}::test_dearest_part"),
     ),
     "cuts before the first tile": Break(
-        "kernels/work_plan.py", "if tile < _SHORTEST_RUN:", "if tile < 0:", (f"{_PLAN}::test_any_lengths",)
+        "kernels/work_plan.py",
+        "if tile < _SHORTEST_RUN:",
+        "if tile < 0:",
+        (f"{_PLAN}::test_a_first_request_of_one_tile",),
     ),
     "the counter's first amount": Break(
         "kernels/hopper_merge.py",

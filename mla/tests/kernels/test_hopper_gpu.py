@@ -8,6 +8,7 @@ import torch
 from mla import PRESETS, mla_decode, plan_decode
 from mla.measure.gate import check_result
 from mla.problem import make_problem
+from mla.tests.kernel_cases import SHARED_ENDS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,7 +50,9 @@ def test_heads_and_pages(num_heads, page_size):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("logit_scale", [1.0, 10.0, 60.0])
 @pytest.mark.parametrize(
-    "lengths", [LENGTHS, [3000], [40_000, 0, 70], [512] * 150], ids=["mixed", "one", "long", "many"]
+    "lengths",
+    [LENGTHS, [3000], [40_000, 0, 70], [512] * 150, SHARED_ENDS],
+    ids=["mixed", "one", "long", "many", "shared"],
 )
 def test_dtypes_logits_and_lengths(dtype, logit_scale, lengths):
     p = _problem(dtype=dtype, logit_scale=logit_scale, lengths=lengths)

@@ -94,19 +94,29 @@ def test_configuration_fits_the_devices_shared_memory(monkeypatch):
 
 @pytest.mark.parametrize("page_size", [16, 64], ids=lambda p: f"p{p}")
 @pytest.mark.parametrize("far", ["page", "token"])
-def test_offsets_beyond_2_to_31_elements(page_size, far):
-    """Rows far apart in a pool that the system maps as it is touched: offsets need 64 bits on every path."""
-    if torch.cuda.is_available():
-        pytest.skip("maps memory lazily, which a GPU does not; test_decode_gpu.py has a large pool")
-    p = make_problem(PRESETS["tiny"], [100], page_size=page_size, dtype=torch.float16)
+def test_offsets_beyond_2_to_31_elements(page_size, far, device):
+    """Every page in use, or the last tokens of each page, lie that far: offsets need 64 bits on every path.
+
+    About 5 GB, of which only the rows in use are touched: a system maps no more, a GPU has it.
+    """
+    p = make_problem(PRESETS["tiny"], [100], page_size=page_size, dtype=torch.float16, device=device)
     pages, _, width = p.kv_cache.shape
-    count, near = (pages, page_size) if far == "page" else (page_size, pages)
-    distance = 3 * 2**31 // (2 * count)
-    strides = (distance, width, 1) if far == "page" else (width, distance, 1)
-    pool = torch.empty(count * distance + near * width, dtype=torch.float16).as_strided(p.kv_cache.shape, strides)
-    pool.copy_(p.kv_cache)
-    for config in (PortableConfig(16, 32, 4, 1), PortableConfig(16, 16, 4, 1)):
-        _check(dataclasses.replace(p, kv_cache=pool), config)
+    if far == "page":
+        first = 2**31 // (page_size * width) + 1
+        pool = p.kv_cache.new_empty(first + pages, page_size, width)
+        p = dataclasses.replace(p, block_table=torch.where(p.block_table < pages, p.block_table + first, p.block_table))
+        pool[first:] = p.kv_cache
+    else:
+        distance = 5 * 2**31 // (4 * page_size)
+        pool = p.kv_cache.new_empty(page_size * distance + pages * width)
+        pool = pool.as_strided(p.kv_cache.shape, (width, distance, 1)).copy_(p.kv_cache)
+    for config in (
+        PortableConfig(16, 32, 4, 1),
+        PortableConfig(16, 16, 4, 1),
+        PortableConfig(16, 32, 4, 1, use_descriptors=True),
+    ):
+        if not config.use_descriptors or descriptors_fit(pool, config.block_n):
+            _check(dataclasses.replace(p, kv_cache=pool), config)
 
 
 def test_descriptors_need_whole_tiles_in_one_matrix():

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla.kernels.work_plan import MAX_SEQ_LEN, PART_FIELDS, make_work_plan
+from mla.tests.kernel_cases import SHARED_ENDS
 
 RUN_COST = 4
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,11 +27,11 @@ def _walk(lengths, plan):
     return runs
 
 
-def _check(lengths, num_parts, seq_lens=None):
+def _check(lengths, num_parts, seq_lens=None, mode=None):
     """Returns tiles a part, counting a run's constant cost."""
     if seq_lens is None:
         seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    plan = make_work_plan(seq_lens, num_parts, head_blocks=3)
+    plan = make_work_plan(seq_lens, num_parts, head_blocks=3, mode=mode)
     assert plan.requests.shape == (len(lengths), 2 + 3)
     assert not plan.requests[:, 2:].any()
     runs = _walk(lengths, plan)
@@ -78,6 +79,23 @@ def test_dearest_part(lengths, num_parts, dearest):
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 66])
 def test_small_batches(lengths, num_parts):
     _check(lengths, num_parts)
+
+
+@pytest.mark.parametrize("mode", range(3))
+@pytest.mark.parametrize("num_parts", [1, 3, 6])
+def test_a_first_request_of_one_tile(num_parts, mode):
+    """It belongs to the first part, however the work is divided: the cut before it stays where it is."""
+    _check([1, 3000, 0, 700], num_parts, mode=mode)
+
+
+@pytest.mark.parametrize("num_parts", [66, 57], ids=["132 SMs", "114 SMs"])
+def test_shared_ends_are_reached(num_parts):
+    """Parts that end inside a request that they did not begin with, for which the Hopper kernel has these lengths."""
+    plan = make_work_plan(torch.tensor(SHARED_ENDS, dtype=torch.int32, device=DEVICE), num_parts, head_blocks=2)
+    runs = _walk(SHARED_ENDS, plan)
+    ends_inside = [(part, r) for part, r, tile, n, _ in runs if tile == 0 and n < SHARED_ENDS[r]]
+    first = {(part, request) for part, (_, request, *_) in enumerate(plan.parts.tolist())}
+    assert len(set(ends_inside) - first) > num_parts // 2
 
 
 @pytest.mark.parametrize("mode", [None, *range(3)])

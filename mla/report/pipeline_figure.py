@@ -53,6 +53,8 @@ def pipeline(frame: pd.DataFrame) -> Figure:
         _draw_out_of_memory(axes, rows)
         axes.set_title(title, loc="left")
         context_axis(axes, contexts)
+        # room for the numbers of the first context beside the axis
+        axes.set_xlim(left=contexts[0] * 0.66)
         axes.set_xlabel("context length")
     _write_leads(left, rows)
     figure.text(0.01, 0.012, _foot(rows), fontsize=7.5, color=GREY, va="bottom")

@@ -61,7 +61,8 @@ def prefill_sentence(table: pd.DataFrame) -> str:
     if not fused.empty and not cudnn.empty:
         stated += (
             f" The first call at a length that is new to the process takes {cudnn.min():.0f} to {cudnn.max():.0f} ms "
-            f"more by cuDNN, which makes a plan, and at most {fused.max():.1f} ms more by the fused kernel."
+            f"more by cuDNN, which makes a plan ({cudnn.median():.0f} in the median), and at most {fused.max():.1f} ms "
+            f"more by the fused kernel."
         )
     return stated
 

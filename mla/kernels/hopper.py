@@ -1,13 +1,13 @@
 """The Hopper kernel: persistent, warp-specialised MLA decode in Gluon (sm_90a), for 512 + 64 in 16 bits.
 
-One CTA a SM walks the runs that the plan gave it (`mla.kernels.work_plan`): consecutive 64-token tiles of a request,
+One CTA an SM walks the runs that the plan gave it (`mla.kernels.work_plan`): consecutive 64-token tiles of a request,
 for one block of 64 heads. Tiles go in pairs, and three groups of warps share a pair:
 
     producer (1 warp)      loads the tiles by TMA, each in groups that are refilled as soon as they are free
     even     (4 warps)     scores of the even tile; keeps output columns   0..255
     odd      (4 warps)     scores of the odd tile;  keeps output columns 256..511
 
-A 64 x 512 fp32 output is half of a SM's registers, so each consumer holds half of its columns and needs the
+A 64 x 512 fp32 output is half of an SM's registers, so each consumer holds half of its columns and needs the
 probabilities of both tiles. Time runs downwards; `-->` is a barrier, named as in the code:
 
     even                                         odd

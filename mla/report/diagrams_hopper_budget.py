@@ -115,7 +115,7 @@ def group_registers(consumer_registers: int) -> dict[str, int]:
 def _draw_registers(axes: Axes, consumer_registers: int) -> None:
     axes.set(xlim=(0, 31), ylim=(0, 46))
     axes.axis("off")
-    axes.text(1, 44.3, f"registers of a SM: {REGISTERS:,}", weight="bold", color=DARK, va="center")
+    axes.text(1, 44.3, f"registers of an SM: {REGISTERS:,}", weight="bold", color=DARK, va="center")
     groups = group_registers(consumer_registers)
     height, top = 31.5, 40.0
     for role, count in groups.items():

@@ -111,6 +111,6 @@ def _draw_plan(axes: Axes, parts: Sequence[Sequence[Run]], run_cost: int) -> Non
             start += run.tiles
         longest = max(longest, start)
         axes.axhline(part - 0.5, color="white", linewidth=0.5)
-    axes.set(xlim=(0, longest * 1.02), ylim=(len(parts) - 0.5, -0.5), xlabel="in tiles of 64 tokens")
+    axes.set(xlim=(0, longest * 1.02), ylim=(len(parts) - 0.5, -0.5), xlabel="tiles, starts included")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(visible=False)

@@ -25,7 +25,7 @@ def first_call_sentence(directory: str | Path, gpu: str) -> str:
     host = ", ".join(f"`{name}` {us:.1f} us" for name, us in record.get("host_us", {}).items())
     later = (
         f" Later eager calls cost the host, without waiting for the GPU, {host}; `hopper` makes its work plan at each "
-        f"call, `hopper_planned` is given one."
+        f"call, `hopper_planned` and `flashmla` are given theirs."
     )
     citable = "" if record.get("dirty") is False else ", not citable, made from uncommitted code"
     return (

@@ -86,5 +86,5 @@ def lead_sentence(rows: pd.DataFrame, opponent: str, name: str) -> str:
     clear = "at no context up to the longest" if first is None else f"from {tokens_name(first)} on"
     return (
         f"The patched model is {lead.min():.1f} to {lead.max():.1f} times as fast as {name} by the median, the most at "
-        f"{largest}; {clear} the difference is beyond the spread of the steps."
+        f"{largest}; {clear} it is faster beyond the spread of the steps."
     )

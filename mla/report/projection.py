@@ -151,7 +151,7 @@ def _draw_spans(axes: Axes, lines: dict[str, pd.Series], digits: int, source: fl
             fontsize=8,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )
-    axes.axvline(source, color=DARK, linestyle=":", linewidth=1.4)
+    axes.axvline(source, color=DARK, linestyle=":", linewidth=1.4, zorder=1)
     axes.set_yticks(range(len(lines)), list(lines))
     axes.set_ylim(len(lines) - 0.4, -0.95)
     axes.set_xlim(0, 1.45 * max([source, *(max(line) for line in lines.values())]))

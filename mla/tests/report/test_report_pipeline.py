@@ -146,8 +146,8 @@ def test_a_lead_within_the_spread_is_not_clear(folder):
     rows.loc[at_8k, "latency_us_p80"] = 2 * rows.loc[at_8k, "latency_us_p50"]
     assert pipeline.faster_from(rows, "mha") == 16384
     assert pipeline.lead_sentence(rows, "mha", "MHA") == (
-        "The patched model is 1.1 to 17.0 times as fast as MHA by the median, the most at 128K; from 16K on the "
-        "difference is beyond the spread of the steps."
+        "The patched model is 1.1 to 17.0 times as fast as MHA by the median, the most at 128K; from 16K on it "
+        "is faster beyond the spread of the steps."
     )
     rows.loc[ours, "latency_us_p80"] = 1e9
     assert pipeline.faster_from(rows, "mha") is None

@@ -43,9 +43,9 @@ class PrefillConfig:
 
 
 # The first that fits a device's shared memory is taken; `triton-mla-bench prefill` measures all that fit. On an H200
-# (data/prefill_h200_2026-11-30.csv) the first is the fastest in 15 of 16 cases, and 1.4 % behind the second in the
-# other, 1K tokens and 128 heads; the second also fits where a block has no more than 104 KB. Keys in tiles of 128, two
-# at a time, were measured there too and are never the fastest.
+# (data/prefill_h200_2026-11-30.csv) the first is the fastest in 15 of 16 cases, and half a per cent behind the second
+# in the other, 1K tokens and 128 heads; the second also fits where a block has no more than 104 KB. Keys in tiles of
+# 128, two at a time, were never the fastest in an earlier file.
 CONFIGS = (
     PrefillConfig(128, 64, num_warps=8, num_stages=3),
     PrefillConfig(64, 64, num_warps=4, num_stages=2),

@@ -225,41 +225,6 @@ def test_what_attends_a_prompt(q_len, kv_len, changes, expected):
     assert prompt_backends(q_len, kv_len, **(RULE | changes)) == expected
 
 
-@pytest.fixture
-def measured(request):
-    """The newest measurements of a prefill on an H200, of this repository."""
-    from mla.report import data
-
-    frame = data.load_study(request.config.rootpath / "data", "prefill")
-    assert frame is not None
-    return frame
-
-
-def test_what_attends_is_measured_to_be_fast(measured):
-    """At a new length a prompt of DeepSeek-V3's 61 layers is never more than a twentieth slower than by the other."""
-    from mla.report.prefill import prefill
-
-    table = prefill(measured)
-    assert len(table) >= 16
-    for (num_heads, batch_size, q_len, context_len), times in table.iterrows():
-        chosen = prompt_backends(q_len, context_len, **(RULE | {"heads": batch_size * num_heads}))[0]
-        fused, cudnn = (61 * times[name] + (times[f"{name}_new"] if q_len == context_len else 0)
-                        for name in ("fused", "sdpa_cudnn"))  # fmt: skip
-        assert min(fused, cudnn) > 0
-        assert (fused if chosen == "fused" else cudnn) <= 1.05 * min(fused, cudnn), (num_heads, q_len, context_len)
-        assert times[["fused", "sdpa_cudnn"]].min() <= times[["sdpa_flash", "sdpa_efficient"]].min()
-
-
-def test_the_configuration_is_measured_to_be_fast(measured):
-    """The one that an H200 takes is in no measured case more than a twentieth behind the fastest."""
-    from mla.measure.prefill import config_name
-
-    rows = measured[measured["usable"] & (measured["implementation"] == "fused") & (measured["timer"] == "cuda_graph")]
-    cases = rows.pivot_table("latency_us_p50", ["num_heads", "q_len", "context_len"], "config")
-    assert len(cases) >= 16
-    assert (cases[config_name(CONFIGS[0])] <= 1.05 * cases.min(axis=1)).all()
-
-
 def test_dropout_and_gradients_are_torchs(device):
     """The fused kernel has neither."""
     inputs = _inputs(7, 40, device=device)

@@ -1,9 +1,13 @@
-"""The prefill kernel beside torch's backends: the table's arithmetic, its sentence, its file."""
+"""The prefill kernel beside torch's backends: the table, its sentence, its file, and the choices that rest on it."""
 
 import math
 
 import pytest
+import torch
 
+from mla.kernels.prefill import CONFIGS
+from mla.measure.prefill import config_name
+from mla.prefill import prompt_backends
 from mla.report import data, prefill
 from mla.report.__main__ import main
 from mla.tests.report.conftest import prefill_row, write_study
@@ -68,3 +72,35 @@ def test_the_file_is_written_where_it_was_measured(study, tmp_path):
     assert row[["TFLOPS", "torch's best over fused"]].tolist() == ["375", "1.25"]
     assert "fused m64-n64-w4-s2 at 128 heads, 4K of 4K: failed: OutOfResources: shared memory" in text
     assert "sdpa_math at 128 heads, 4K of 4K: out_of_memory" in text
+
+
+RULE = dict(widths=(192, 128), dtype=torch.bfloat16, capability=(9, 0))
+
+
+@pytest.fixture
+def measured(request):
+    """The newest measurements of a prefill on an H200, of this repository."""
+    frame = data.load_study(request.config.rootpath / "data", "prefill")
+    assert frame is not None
+    return frame
+
+
+def test_what_attends_is_measured_to_be_fast(measured):
+    """At a new length a prompt of DeepSeek-V3's 61 layers is never more than a twentieth slower than by the other."""
+    table = prefill.prefill(measured)
+    assert len(table) >= 16
+    for (num_heads, batch_size, q_len, context_len), times in table.iterrows():
+        chosen = prompt_backends(q_len, context_len, heads=batch_size * num_heads, **RULE)[0]
+        fused, cudnn = (61 * times[name] + (times[f"{name}_new"] if q_len == context_len else 0)
+                        for name in ("fused", "sdpa_cudnn"))  # fmt: skip
+        assert min(fused, cudnn) > 0
+        assert (fused if chosen == "fused" else cudnn) <= 1.05 * min(fused, cudnn), (num_heads, q_len, context_len)
+        assert times[["fused", "sdpa_cudnn"]].min() <= times[["sdpa_flash", "sdpa_efficient"]].min()
+
+
+def test_the_configuration_is_measured_to_be_fast(measured):
+    """The one that an H200 takes is in no measured case more than a twentieth behind the fastest."""
+    rows = measured[measured["usable"] & (measured["implementation"] == "fused") & (measured["timer"] == "cuda_graph")]
+    cases = rows.pivot_table("latency_us_p50", ["num_heads", "q_len", "context_len"], "config")
+    assert len(cases) >= 16
+    assert (cases[config_name(CONFIGS[0])] <= 1.05 * cases.min(axis=1)).all()

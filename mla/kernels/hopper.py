@@ -1,6 +1,6 @@
 """The Hopper kernel: persistent, warp-specialised MLA decode in Gluon (sm_90a), for 512 + 64 in 16 bits.
 
-One CTA an SM walks the runs that the plan gave it (`mla.kernels.work_plan`): consecutive 64-token tiles of a request,
+One CTA per SM walks the runs that the plan gave it (`mla.kernels.work_plan`): consecutive 64-token tiles of a request,
 for one block of 64 heads. Tiles go in pairs, and three groups of warps share a pair:
 
     producer (1 warp)      loads the tiles by TMA, each in groups that are refilled as soon as they are free

@@ -42,7 +42,7 @@ ALLOWED = {
     "kernel": ["portable", "hopper"],
     "mode": ["whole", "equal_runs", "even_shares"],
     "prefetch": ["on", "off"],
-    "timer": ["cuda_graph", "eager", "new_length"],
+    "timer": ["cuda_graph", "eager"],
     "form": ["matmul", "sdpa"],
     "cache": ["contiguous", "gathered"],
     "precision": ["bf16", "fp32_scores", "tf32", "fp32"],
@@ -57,7 +57,10 @@ ALLOWED = {
 }
 # What files of one kind have in a column that others have as well.
 OF_KIND = {
-    "prefill": {"implementation": ["fused", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math"]},
+    "prefill": {
+        "implementation": ["fused", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math"],
+        "timer": ["cuda_graph", "new_length"],
+    },
 }
 # The names that torch prints, and the short ones used here.
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}

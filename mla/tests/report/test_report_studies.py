@@ -226,5 +226,5 @@ def test_first_call_sentence(folder):
     folder.write_first_call(date="2026-01-04", dirty=True)
     assert "2026-01-04, not citable" in first_call_sentence(folder.path, "h200")
     (folder.path / "first_call_h200_2026-01-05.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ValueError, match="expected the keys gpu, case, seconds in first_call_h200_2026-01-05"):
+    with pytest.raises(ValueError, match="expected the keys gpu, case, seconds, host_us in first_call_h200_2026-01-05"):
         first_call_sentence(folder.path, "h200")
